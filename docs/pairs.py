@@ -1,7 +1,7 @@
 """Write docs/pairs.md and tests/data/pairs.json: cases in which all features occur in pairs, and what is refused.
 
 python docs/pairs.py           keeps the cases of the file that mplug accepts, and adds what covers the other pairs
-python docs/pairs.py --anew    makes all cases anew; either takes about half a minute on one core
+python docs/pairs.py --anew    makes all cases anew
 
 `pytest --wide pairs` runs the cases.
 """
@@ -9,8 +9,11 @@ python docs/pairs.py --anew    makes all cases anew; either takes about half a m
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -65,7 +68,9 @@ sinks hold (each copy on each rank), the movement of the master weights, and the
 In the quick tests every value of the pairs occurs, uncompiled. `pytest --wide pairs` runs the other cases. With
 `MPLUG_PAIRS=FILE` each case appends a line of JSON with its largest errors to the file.
 
-A case has at most two parallel strategies, so at most four ranks. Not in the list:
+A case has at most two parallel strategies, so at most four ranks. The reference of a case with DiLoCo's workers has a
+process for each worker. Seven samples are evaluated, which data-parallel ranks fill up to eight. The same cases change
+their layout between two steps in the wide set `relayout`. Not in the list:
 
 - lower precisions: tests of their own bound their differences from fp64 (the wide set `precision`);
 - the backend `inductor`, which compiles the same graphs as `aot_eager` (the wide set `compile`);
@@ -84,7 +89,7 @@ Some families have an array of their own, with features of their own and some of
 
 ## Found
 
-Failures of the first runs of the list. Each is corrected, and has a test of its own.
+Failures of the list, when a feature came into it. Each is corrected, and has a test of its own.
 
 | features | failure |
 |---|---|
@@ -93,6 +98,10 @@ Failures of the first runs of the list. Each is corrected, and has a test of its
 | LoRA + full recomputation + a schedule that splits backward | recomputed adapters took another path; the run ended |
 | LoRA + selective recomputation + `aot_eager` | torch's partitioner failed; the run ended |
 | frozen first stage + ZeRO stage 2 + `zb-v` | refused after the launch, by another rank than the first |
+| distillation + ZeRO stage 2 | the head's gradients had no memory; the run ended |
+| rewards + data-parallel ranks that do not divide the samples of an evaluation | the loss had the pairs of samples \
+that only fill up (error 0.045) |
+| DPO or rewards + weights of losses | the weights had no effect; refused now |
 
 ## Refused
 
@@ -109,9 +118,13 @@ def main() -> None:
     """Make the cases, and write both files."""
     began = monotonic()
     before = json.loads(DATA.read_text()) if DATA.exists() and "--anew" not in sys.argv else {}
-    array = covering(FEATURES, refusal_of, before.get("pairs", []))
-    own = {name: own_covering(one, before.get(name, [])) for name, one in ARRAYS.items()}
-    second = product_cases()
+    with ProcessPoolExecutor(mp_context=get_context("forkserver")) as pool:
+        array = covering(FEATURES, Probe(pool), before.get("pairs", []), before.get("refused", []))
+        own = {
+            name: covering(one.features, Probe(pool, name), before.get(name, []), before.get(f"{name} refused", []))
+            for name, one in ARRAYS.items()
+        }
+        second = product_cases(pool)
     data: dict[str, Any] = {"pairs": array.cases, "product": second, **{name: one.cases for name, one in own.items()}}
     data |= {"refused": entries_of(array), **{f"{name} refused": entries_of(one) for name, one in own.items()}}
     lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, listed)) + "\n]" for name, listed in data.items()]
@@ -124,19 +137,34 @@ def main() -> None:
     print(f"{counts} in {monotonic() - began:.0f} s")
 
 
-def covering(features: Features, probe: Callable[[Case], str], kept: list[Case]) -> Array:
+@dataclass
+class Probe:
+    """Asks mplug about cases, in this process or in those of a pool. `array`: the array whose cases they are."""
+
+    pool: Executor
+    array: str | None = None
+
+    def __call__(self, case: Case) -> str:
+        """The refusal of a case; empty if mplug accepts it."""
+        return refusal_of(self.whole(case))
+
+    def whole(self, case: Case) -> Case:
+        """The case with the defaults of the features that its array lacks."""
+        return case if self.array is None else ARRAYS[self.array].whole(case)
+
+    def of_all(self, cases: list[Case]) -> list[str]:
+        """The refusals of many cases."""
+        return [*self.pool.map(refusal_of, map(self.whole, cases), chunksize=8)]
+
+
+def covering(features: Features, probe: Probe, kept: list[Case], refused: list[dict[str, Any]]) -> Array:
     """The array of some features, beginning with the cases that are kept; they have the defaults of new features."""
     whole = [{**default_case(features), **case} for case in kept]
-    array = Generator(features, probe, small_enough, COSTLY, SEED).make(whole)
+    generator = Generator(features, probe, small_enough, COSTLY, SEED, probe.of_all)
+    array = generator.make(whole, [entry["values"] for entry in refused])
     if array.uncovered:
         sys.exit(f"no accepted case contains the pairs {[sorted(pair) for pair in array.uncovered]}")
     return array
-
-
-def own_covering(array: OwnArray, kept: list[Case]) -> Array:
-    """The cases of an array of its own."""
-    kept = [{**default_case(array.features), **case} for case in kept]
-    return covering(array.features, lambda case: refusal_of(array.whole(case)), kept)
 
 
 def entries_of(array: Array) -> list[dict[str, Any]]:
@@ -145,7 +173,7 @@ def entries_of(array: Array) -> list[dict[str, Any]]:
     return [{"values": dict(sorted(values)), "reason": reason} for values, reason in refused]
 
 
-def product_cases() -> list[Case]:
+def product_cases(pool: Executor) -> list[Case]:
     """Every combination of the values of `PRODUCT`, each in a family that has them all; the rest is the default."""
     random, cases = Random(SEED), []
     for values in product(*PRODUCT.values()):
@@ -153,10 +181,10 @@ def product_cases() -> list[Case]:
         case = {**default_case(FEATURES), **own, "family": random.choice(sorted(GENERAL))}
         case["micro batches"] = random.choice(FEATURES["micro batches"][1:])
         case["resume"] = random.choice(FEATURES["resume"])
-        reason = refusal_of(case)
+        cases.append(case)
+    for case, reason in zip(cases, Probe(pool).of_all(cases), strict=True):
         if reason:
             sys.exit(f"{case} is refused: {reason}")
-        cases.append(case)
     return cases
 
 

@@ -24,9 +24,10 @@ from pair_features import (
     reference_of,
     resumed_settings,
     settings_of,
+    workers_of,
 )
 from pair_probe import refusal_of, world_size_of
-from pair_runs import Trace, checkpoint_of, errors, failures, follow, run_case, worst
+from pair_runs import Trace, checkpoint_of, errors_of_workers, failures, follow_workers, run_case, worst
 
 from mplug_testing import run_workers
 from mplug_testing.workers import WorkerFailed
@@ -42,16 +43,19 @@ CASES = named_cases(DATA)
 QUICK = few_with_every_value(CASES)
 RESULTS = os.environ.get("MPLUG_PAIRS")
 
-REFERENCES: dict[str, tuple[Trace, Path]] = {}
+REFERENCES: dict[str, tuple[list[Trace], Path]] = {}
 
 
-def reference(case: Case, factory: pytest.TempPathFactory) -> tuple[Trace, Path]:
-    """The run of one process, and its checkpoint after the first step; cases of the same mathematics share it."""
+def reference(case: Case, factory: pytest.TempPathFactory) -> tuple[list[Trace], Path]:
+    """The run of one process for each worker, and its checkpoint after the first step.
+
+    Cases of the same mathematics share it.
+    """
     settings = reference_of(case)
     key = json.dumps(settings, sort_keys=True)
     if key not in REFERENCES:
         folder = factory.mktemp("reference")
-        REFERENCES[key] = follow(settings, folder), checkpoint_of(folder)
+        REFERENCES[key] = follow_workers(workers_of(case), settings, folder), checkpoint_of(folder)
     return REFERENCES[key]
 
 
@@ -78,7 +82,7 @@ def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> dict[
     largest: dict[str, float] = {}
     sentences: list[str] = []
     for number, name in enumerate(("", "resumed: ")):
-        found = worst(errors([rank[number] for rank in ranks], expected))
+        found = worst(errors_of_workers([rank[number] for rank in ranks], expected))
         largest |= {name + kind: error for kind, (error, _) in found.items()}
         sentences += [name + sentence for sentence in failures(found)]
     seconds = {"seconds": round(time.monotonic() - began, 2), "cpu": round(sum(rank[2] for rank in ranks), 2)}

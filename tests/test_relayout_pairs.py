@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from pair_features import few_with_every_value, named_cases, reference_of, resumed_settings, settings_of
+from pair_features import few_with_every_value, named_cases, reference_of, resumed_settings, settings_of, workers_of
 from pair_probe import refusal_of, world_size_of
-from pair_runs import Trace, errors, failures, follow, worst
+from pair_runs import Trace, errors_of_workers, failures, follow_workers, worst
 from relayout_runs import run_live
 
 from mplug_testing import run_workers
@@ -22,13 +22,14 @@ CASES = {name: {**NAMED[name], "resume": "as dp"} for name in dict.fromkeys([*FE
 QUICK = FEW[:1]
 MARKED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.wide("relayout")) for name in CASES]
 
-REFERENCES: dict[str, Trace] = {}
+REFERENCES: dict[str, list[Trace]] = {}
 
 
-def reference(settings: dict[str, object], factory: pytest.TempPathFactory) -> Trace:
+def reference(case: dict[str, str], factory: pytest.TempPathFactory) -> list[Trace]:
+    settings = reference_of(case)
     key = json.dumps(settings, sort_keys=True)
     if key not in REFERENCES:
-        REFERENCES[key] = follow(settings, factory.mktemp("reference"))
+        REFERENCES[key] = follow_workers(workers_of(case), settings, factory.mktemp("reference"))
     return REFERENCES[key]
 
 
@@ -40,6 +41,6 @@ def test_a_case_that_moves_to_data_parallelism_between_two_steps_gives_the_steps
     if reason := refusal_of(case):
         pytest.skip(f"cannot resume as dp: {reason}")
     ranks = world_size_of(case)
-    expected = reference(reference_of(case), tmp_path_factory)
+    expected = reference(case, tmp_path_factory)
     traces = run_workers(ranks, run_live, settings_of(case), resumed_settings(case, ranks), str(tmp_path), timeout=240)
-    assert failures(worst(errors(traces, expected))) == []
+    assert failures(worst(errors_of_workers(traces, expected))) == []

@@ -4,9 +4,10 @@
     seq 0 50 2000 | xargs -P 16 -I {} python benchmarks/faults/random_layouts.py --first {} --count 50
 
 Pairs of features have tests (`tests/test_pairs.py`). This script draws more at once: a family with a mixer, a mixture,
-an adapter, an optimizer with groups or an average, data, recomputation, and two layouts, of which the second one
-resumes the run. A case is a function of its number. Everything is compared as in `tests/support/pair_runs.py`; a case
-is refused, 'ok', or printed with its settings and its errors. The exit status is 1 if a case failed.
+an adapter, an optimizer with groups or an average, data, an objective, recomputation, and two layouts, of which the
+second one resumes the run. Some runs have the two workers of DiLoCo, and so has their reference. A case is a function
+of its number. Everything is compared as in `tests/support/pair_runs.py`; a case is refused, 'ok', or printed with its
+settings and its errors. The exit status is 1 if a case failed.
 """
 
 import argparse
@@ -30,7 +31,7 @@ sys.path.insert(0, str(SUPPORT))
 import torch  # noqa: E402  # it reads the variable
 import yaml  # noqa: E402
 from pair_features import BASE, GENERAL  # noqa: E402
-from pair_runs import errors, failures, follow, run_case, worst  # noqa: E402
+from pair_runs import errors_of_workers, failures, follow_workers, run_case, worst  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import build_model  # noqa: E402
@@ -107,30 +108,42 @@ OPTIMIZERS: list[Settings] = [
     },
 ]
 DATA: list[Settings] = [{}, {"data.documents": 3}, {"data.documents": 5, "data.loss_weights": True}]
+OBJECTIVES: list[Settings] = [{}] * 6 + [
+    {
+        **one,
+        **({"objectives.classify.labels": [*map(str, range(BASE["model.vocab_size"]))]} if name == "classify" else {}),
+    }
+    for name, one in FEATURES["objective"].items()
+]
+WORKERS: Settings = FEATURES["workers"]["diloco2"]
 
 
 def case(number: int) -> tuple[str, Settings, Settings, Settings]:
     """(family, the reference's settings, those of the case, those of the run that resumes it)."""
     draw = random.Random(number)
-    array = draw.choices(["", *TABLES["arrays"]], [14, 2, 2, 2])[0]
+    array = draw.choices(["", *TABLES["arrays"]], [14, *[2] * len(TABLES["arrays"])])[0]
     name, found = _of_array(draw, array) if array else _of_families(draw)
     found |= draw.choice(OPTIMIZERS)
     found |= {"trainer.max_grad_norm": draw.choice([1.0, 0.05]), "optimizer.weight_decay": draw.choice([0.0, 0.3])}
     execution = draw.choice([{}, *FEATURES["recompute"].values()])
     execution |= {"kernels.default": draw.choice(["reference", "sdpa", None])}
+    execution |= draw.choice([*FEATURES["reading"].values()])
+    workers = WORKERS if draw.random() < 0.1 else {}
     own, again = (
         {
             **found,
             **execution,
-            **_layout(draw, found),
+            **workers,
+            **_layout(draw, found, array, workers),
             "trainer.micro_batch_size": draw.choice([1, 2, 4]),
             **({"parallel.balance": draw.random() < 0.5} if array == "seeing" else {}),
         }
         for _ in range(2)
     )
     by_micro_batch = "model.capacity_factor" in found or found.get("model.moe_balance") == "micro_batch"
-    whole = own["trainer.micro_batch_size"] if by_micro_batch else BASE["trainer.global_batch_size"]
-    plain = {"kernels.default": None, "parallel.layout": "", "trainer.micro_batch_size": whole}
+    of_worker = BASE["trainer.global_batch_size"] // (1 + bool(workers))
+    whole = own["trainer.micro_batch_size"] if by_micro_batch else of_worker
+    plain = {"parallel.layout": "", **workers, "kernels.default": None, "trainer.micro_batch_size": whole}
     return name, {**found, **plain}, own, own if by_micro_batch or draw.random() < 0.4 else again
 
 
@@ -146,26 +159,28 @@ def _of_families(draw: random.Random) -> tuple[str, Settings]:
     if draw.random() < 0.4:
         found["model.tie_embeddings"] = True
     changes = [one for feature in ("adapter", "frozen") for one in FEATURES[feature].values()]
-    return name, found | draw.choice(DATA) | draw.choice([{}, {}, *changes])
+    return name, found | draw.choice(DATA) | draw.choice(OBJECTIVES) | draw.choice([{}, {}, *changes])
 
 
 def _of_array(draw: random.Random, array: str) -> tuple[str, Settings]:
     table = TABLES["arrays"][array]
     found = {name: value for name, value in BASE.items() if name not in table.get("without", ())} | table["settings"]
     for feature, one in table["features"].items():
-        if feature != "data":
+        if feature not in ("data", "context"):
             found |= draw.choice([*one["values"].values()])
     if array == "seeing":
         found |= draw.choice(DATA[:2])
     return array, found
 
 
-def _layout(draw: random.Random, settings: Settings) -> Settings:
-    """One or two strategies with their options."""
+def _layout(draw: random.Random, settings: Settings, array: str, workers: Settings) -> Settings:
+    """One or two strategies with their options, beside the workers."""
     names = ["data", "tensor", "context", "pipeline", *(["experts"] if "model.num_experts" in settings else [])]
-    words, options = "", Settings()
-    for name in draw.sample(names, draw.choice([1, 2, 2])):
-        chosen = dict(draw.choice([*FEATURES[name].values()][1:]))
+    own = TABLES["arrays"][array]["features"] if array == "packed" else {}
+    words, options = workers.get("parallel.layout", ""), Settings()
+    for name in draw.sample(names, 1 if workers else draw.choice([1, 2, 2])):
+        values = own[name]["values"] if name in own else FEATURES[name]
+        chosen = dict(draw.choice([*values.values()][1:]))
         words += chosen.pop("parallel.layout")
         options |= chosen
     return {**options, "parallel.layout": words}
@@ -196,10 +211,11 @@ def outcome(number: int) -> tuple[str, Sequence[str]]:
         again = own
     folder = Path(tempfile.mkdtemp(prefix="random-layout-"))
     try:
-        expected = follow(reference, folder / "reference")
+        expected = follow_workers(1 + ("diloco" in own["parallel.layout"]), reference, folder / "reference")
         traces = run_workers(ranks, run_case, own, again, str(folder), None, timeout=300)
         parts = ("", [one[0] for one in traces]), ("resumed: ", [one[1] for one in traces])
-        found = [f"{part}{one}" for part, traced in parts for one in failures(worst(errors(traced, expected)))]
+        largest = [(part, worst(errors_of_workers(traced, expected))) for part, traced in parts]
+        found = [f"{part}{one}" for part, errors in largest for one in failures(errors)]
     except Exception:
         found = [traceback.format_exc()[-3000:]]
     finally:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
+from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, SEQUENCES, MicroBatch
 from mplug.layout.mesh import DocumentMap, Ranges
 from mplug.tensors.segments import numbered
 from mplug.training.division import division
@@ -103,7 +103,7 @@ def count_targets(batch: MicroBatch, plan: "Plan | None" = None) -> "tuple[int, 
 
 
 def without_extra_targets(batches: Iterable[MicroBatch], num_samples: int) -> Iterator[MicroBatch]:
-    """The micro batches; those after the first `num_samples` samples have no targets."""
+    """The micro batches; those after the first `num_samples` samples have no targets, and no sequences to score."""
     for batch in batches:
         size = len(batch["sample_ids"])
         yield batch if size <= num_samples else _without_targets_from(max(num_samples, 0), batch)
@@ -111,6 +111,7 @@ def without_extra_targets(batches: Iterable[MicroBatch], num_samples: int) -> It
 
 
 def _without_targets_from(row: int, batch: MicroBatch) -> MicroBatch:
-    labels = batch["labels"].clone()
-    labels[row:] = IGNORED
-    return {**batch, "labels": labels}
+    counted = {name: batch[name].clone() for name in ("labels", SEQUENCES) if name in batch}
+    for name, entry in counted.items():
+        entry[row:] = IGNORED if name == "labels" else -1
+    return {**batch, **counted}

@@ -3,7 +3,8 @@
 A feature is a name with a list of values; its first value is the default. A case has a value of every feature. Nothing
 lists which values fit together: `probe` runs a case up to the point where it would start, and returns the refusal or
 the empty string. A refused case is reduced to the fewest values that are refused with everything else at its default,
-and no later case contains these values together.
+and no later case contains these values together. A probe costs the construction of a run, so the generator first asks
+about the refused sets and the cases of the last array, whose answers `answers` may compute in other processes.
 
 The generator is greedy and deterministic (compare AETG, Cohen et al. 1997): a case begins with an uncovered pair; each
 further feature, in random order, gets the value that covers most of the pairs that are still uncovered. Of several such
@@ -66,19 +67,30 @@ class Generator:
         allowed: Callable[[Case], bool],
         costly: Collection[str] = (),
         seed: int = 0,
+        answers: Callable[[list[Case]], Iterable[str]] | None = None,
     ) -> None:
         self.features, self.probe, self.allowed, self.costly = features, probe, allowed, costly
+        self.answers = answers or (lambda cases: map(probe, cases))
         self.random = Random(seed)
         self.array = Array()
         self._answers: dict[Values, str] = {}
 
-    def make(self, kept: Iterable[Case] = ()) -> Array:
-        """The array that covers all pairs. It begins with those of the `kept` cases that are still accepted."""
-        for name, values in self.features.items():
-            for value in values:
-                self.accepted({**default_case(self.features), name: value})
+    def make(self, kept: Iterable[Case] = (), refused: Iterable[Case] = ()) -> Array:
+        """The array that covers all pairs. It begins with those of the `kept` cases that are still accepted.
+
+        `refused` are sets of values that were refused before: the generator asks about them first.
+        """
+        defaults = default_case(self.features)
+        alone = [{**defaults, name: value} for name, values in self.features.items() for value in values]
+        sets = [{**defaults, **values} for values in refused if self._has(values)]
+        for cases in (alone, [case for case in sets if self.allowed(case)]):
+            self._ask(cases)
+            for case in cases:
+                self.accepted(case)
         uncovered = dict.fromkeys(all_pairs(self.features))
-        for case in filter(self._still_fits, kept):
+        fitting = [case for case in kept if self._fits(case)]
+        self._ask(fitting)
+        for case in filter(self.accepted, fitting):
             self._add(case, uncovered)
         while True:
             open_pairs = [pair for pair in uncovered if not self._is_refused(pair)]
@@ -99,17 +111,26 @@ class Generator:
         for covered in pairs_of(case):
             uncovered.pop(covered, None)
 
-    def _still_fits(self, case: Case) -> bool:
-        """Whether a case has a value of every feature, is small enough, and is accepted."""
-        is_whole = case.keys() == self.features.keys() and all(case[name] in self.features[name] for name in case)
-        return is_whole and self.allowed(case) and self.accepted(case)
+    def _has(self, values: Case) -> bool:
+        """Whether the features have these values."""
+        return all(value in self.features.get(name, ()) for name, value in values.items())
+
+    def _fits(self, case: Case) -> bool:
+        """Whether a case has a value of every feature, and is small enough; a known refused set is in none."""
+        is_whole = case.keys() == self.features.keys() and self._has(case)
+        return is_whole and self.allowed(case) and not self._is_refused(case.items())
 
     def accepted(self, case: Case) -> bool:
         """Whether a case is accepted; if not, the smallest refused part of it is recorded."""
         if not self._answer(case):
             return True
-        self._record(case)
+        if not self._is_refused(case.items()):
+            self._record(case)
         return False
+
+    def _ask(self, cases: list[Case]) -> None:
+        """Get the answers for cases, all at a time."""
+        self._answers.update(zip((frozenset(case.items()) for case in cases), self.answers(cases), strict=True))
 
     def _answer(self, case: Case) -> str:
         key = frozenset(case.items())
@@ -122,7 +143,7 @@ class Generator:
         defaults = default_case(self.features)
         for name in self.random.sample(sorted(case), len(case)):
             reduced = {**case, name: defaults[name]}
-            if reduced != case and self._answer(reduced):
+            if reduced != case and self.allowed(reduced) and self._answer(reduced):
                 case = reduced
         own = frozenset(item for item in case.items() if item[1] != defaults[item[0]])
         assert own, f"the default case is refused: {self._answer(case)}"

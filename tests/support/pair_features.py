@@ -1,7 +1,7 @@
 """The features whose pairs are tested, and the settings of a case: the tables of pair_features.yaml.
 
-The features of `MATHEMATICS` decide what a run computes. All others decide only how it computes it: the reference of a
-case has their defaults, in one process.
+The features of `MATHEMATICS` and `workers` decide what a run computes. All others decide only how it computes it: the
+reference of a case has their defaults, in one process, or in one for each worker.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,22 @@ _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 BASE: Settings = _TABLES["base"]
 _GENERAL: dict[str, dict[str, Settings]] = {name: one["values"] for name, one in _TABLES["features"].items()}
 MEANING: dict[str, str] = {name: one["meaning"] for name, one in _TABLES["features"].items()}
+_CLASSES = [f"class {number}" for number in range(BASE["model.vocab_size"])]
+_GENERAL["objective"]["classify"]["objectives.classify.labels"] = _CLASSES
 FEATURES: dict[str, tuple[str, ...]] = {name: tuple(values) for name, values in _GENERAL.items()}
 LAYERS, BATCH = BASE["model.num_layers"], BASE["trainer.global_batch_size"]
 GENERAL = {"qwen-experts", "llama", "qwen", "gemma", "gpt-oss", "deepseek"}
 """The families with the fields of `GeneralDecoderConfig`."""
 HEAD_ALONE = "pp2 1f1b, head alone"
-STRATEGIES = ("data", "tensor", "context", "pipeline", "experts")
+TEACHERS_UNITS = 1 + _GENERAL["objective"]["distill"]["objectives.distill.teacher"]["num_layers"]
+"""The embedding and the blocks of the teacher of 'distill': its head computes in that of the student."""
+DIVISIONS = ("data", "tensor", "context", "pipeline", "experts")
+"""The features with strategies that divide what one process computes."""
+STRATEGIES = ("workers", *DIVISIONS)
 MATHEMATICS = (
     "family",
     "mixing",
+    "kv heads",
     "mixture",
     "ahead",
     "tied",
@@ -88,13 +95,20 @@ PRODUCT = {
     **{name: FEATURES[name] for name in ("pipeline", "ahead", "tied", "packed", "compile")},
     "pipeline": FEATURES["pipeline"][1:],
     "ahead": ("0", "2"),
+    "packed": ("no", "yes"),
 }
 """Every combination of these values is in a case of the array's second part."""
 
 
 def small_enough(case: Case) -> bool:
     """At most two strategies: a case has at most 4 ranks. Its micro batches fit into the run that resumes it."""
-    return sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2 and _resumes_alike(case)
+    is_small = sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2
+    return is_small and _has_samples(case) and _resumes_alike(case)
+
+
+def _has_samples(case: Case) -> bool:
+    """Whether each micro batch has a sample; features that the case lacks have their defaults."""
+    return _samples({**dict.fromkeys(STRATEGIES, "none"), "micro batches": "1", **case}) > 0
 
 
 def _resumes_alike(case: Case) -> bool:
@@ -151,23 +165,28 @@ def settings_of(case: Case) -> Settings:
 
 
 def reference_of(case: Case) -> Settings:
-    """The settings of the reference: one process, everything in plain torch.
+    """The settings of the reference: one process, or one for each worker, everything in plain torch.
 
     It has one micro batch, or those of the case if they decide which choices of experts are dropped.
     """
-    samples = _samples(case) if case.get("mixture") == "capacity" else BATCH
-    plain = {"kernels.default": None, "parallel.layout": "", "trainer.micro_batch_size": samples}
-    return {**_mathematics(case), **plain}
+    samples = _samples(case) if case.get("mixture") == "capacity" else BATCH // workers_of(case)
+    plain = {"kernels.default": None, "trainer.micro_batch_size": samples}
+    return {**_mathematics(case), "parallel.layout": "", **_values_of(case, "workers")[case["workers"]], **plain}
+
+
+def workers_of(case: Mapping[str, str]) -> int:
+    """The number of workers that train independently."""
+    return 1 if case.get("workers", "none") == "none" else 2
 
 
 def resumed_settings(case: Case, world_size: int) -> Settings:
     """The settings of the run that continues the case after its first step."""
     if case["resume"] != "as dp" or world_size == 1:
         return settings_of(case)
-    alone = {**case, **dict.fromkeys(STRATEGIES, "none")}
+    alone = settings_of({**case, **dict.fromkeys(DIVISIONS, "none")})
     samples = _samples(case) if case.get("mixture") == "capacity" else BATCH // world_size
-    divided = {"parallel.layout": f"dp{world_size}", "trainer.micro_batch_size": samples}
-    return {**settings_of(alone), **divided}
+    layout = f"{alone['parallel.layout']}dp{world_size // workers_of(case)}"
+    return {**alone, "parallel.layout": layout, "trainer.micro_batch_size": samples}
 
 
 def _values_of(case: Case, name: str) -> dict[str, Settings]:
@@ -183,7 +202,7 @@ def _mathematics(case: Case) -> Settings:
     for name in (name for name in MATHEMATICS if name in case):
         if name != "mixing" or family in GENERAL or case[name] != "full":
             found |= _values_of(case, name)[case[name]]
-    if family != "mixtral" or case["tied"] == "yes":
+    if not family.startswith("mixtral") or case["tied"] == "yes":
         found["model.tie_embeddings"] = case["tied"] == "yes"
     return found
 
@@ -196,14 +215,15 @@ def _execution(case: Case) -> Settings:
         words.append(own.pop("parallel.layout", ""))
         found |= own
     if case["pipeline"] == HEAD_ALONE:
-        found["parallel.pp.split"] = [LAYERS + 1 + (case["ahead"] != "0"), 1]
+        taught = TEACHERS_UNITS if case["objective"] == "distill" else 0
+        found["parallel.pp.split"] = [LAYERS + 1 + (case["ahead"] != "0") + taught, 1]
     return {**found, "parallel.layout": "".join(words), "trainer.micro_batch_size": _samples(case)}
 
 
 def _samples(case: Mapping[str, str]) -> int:
     """Samples of a micro batch of a case."""
     ranks = 2 if case["data"] != "none" or _is_ep_alone(case) else 1
-    return BATCH // ranks // int(case["micro batches"])
+    return BATCH // workers_of(case) // ranks // int(case["micro batches"])
 
 
 def _is_ep_alone(case: Mapping[str, str]) -> bool:

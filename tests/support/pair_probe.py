@@ -7,6 +7,7 @@ from pair_features import settings_of
 
 from mplug.errors import UsageError
 from mplug.model.build import build_model
+from mplug_saving.states import refuse_unsavable_states
 from mplug_testing.harness import tiny_run
 
 
@@ -17,7 +18,7 @@ def refusal_of(case: Case) -> str:
     """
     with patch("mplug_estimates.unmet.kernels_that_would_do", return_value=""):
         try:
-            build_model(tiny_run(settings_of(case)))
+            refuse_unsavable_states(run := tiny_run(settings_of(case)), build_model(run))
         except UsageError as error:
             return str(error)
     return ""

@@ -1,6 +1,7 @@
 """The run of a case: two steps, an evaluation, a checkpoint after the first step and a resume, all compared in fp64.
 
-The reference is one process in plain torch, without a compiler, recomputation or a strategy. Everything is compared
+The reference is one process in plain torch, without a compiler, recomputation or a strategy; of workers that train
+independently, one process for each. Everything is compared
 with a bound of 1e-10: losses, gradient norms, statistics, the gradients that the sinks hold (every copy of every box),
 the movement of the master weights, and the loss of an evaluation.
 """
@@ -24,6 +25,7 @@ from mplug.training.assembly import Parts, build
 from mplug.training.schedule import learning_rate
 from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, changed_batches, tiny_config
+from mplug_testing.workers import run_workers
 from mplug_validation import evaluate
 
 STEPS = 2
@@ -74,6 +76,11 @@ def follow(
     trace.val_loss = evaluate(run, position.parts)
     run.hooks.observe("run_finished", run=run)
     return trace
+
+
+def follow_workers(number: int, settings: dict[str, Any], directory: Path) -> list[Trace]:
+    """`follow` from the start, in this process, or in one for each of a number of workers."""
+    return [follow(settings, directory)] if number == 1 else run_workers(number, follow, settings, directory)
 
 
 def _step(run: Run, parts: Parts, position: Position, trace: Trace) -> None:
@@ -139,14 +146,26 @@ def errors(traces: list[Trace], reference: Trace) -> Errors:
         yield "evaluation", error, f"evaluation {trace.val_loss} on rank {rank}; expected {reference.val_loss}"
 
 
+def errors_of_workers(traces: list[Trace], references: list[Trace]) -> Errors:
+    """Every error of the ranks of each worker against its own reference; workers have equally many ranks in a row."""
+    size = len(traces) // len(references)
+    for number, reference in enumerate(references):
+        yield from errors(traces[number * size : (number + 1) * size], reference)
+
+
 def _of_statistics(step: int, traces: list[Trace], reference: Trace) -> Errors:
+    """Compare the statistics; the error is relative to max(|value|, 1e-3).
+
+    Rewards of DPO are small differences of log-probabilities, whose rounding they have.
+    """
     expected = reference.statistics[step]
     for rank, trace in enumerate(traces):
         found = trace.statistics[step]
         if found.keys() != expected.keys():
             yield "statistic", math.inf, f"statistics {sorted(found)} on rank {rank}; expected {sorted(expected)}"
         for name in found.keys() & expected.keys():
-            error = _relative(float((found[name] - expected[name]).norm()), float(expected[name].norm()))
+            size = max(float(expected[name].norm()), 1e-3)
+            error = _relative(float((found[name] - expected[name]).norm()), size)
             values = f"{found[name].tolist()} on rank {rank}, step {step}; expected {expected[name].tolist()}"
             yield "statistic", error, f"statistic {name} is {values}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts.micro_batch import IGNORED, REFERENCE
+from mplug.contracts.micro_batch import IGNORED, LOSS_WEIGHTS, REFERENCE
 from mplug.errors import UsageError, listed
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Shift, Unit
@@ -80,6 +80,9 @@ class Objective(nn.Module):
     `projects` to False, and the projection is then frozen unless it is tied to the embedding. If labels are no tokens,
     it sets `of_tokens` to False. It computes the head on `hidden`, and passes the result to `gathered`.
 
+    `weighted` says that `weights` [B, S] multiply the losses of targets. A loss that is not of targets (of pairs, say)
+    sets it to False, and data that have weights are refused.
+
     A subclass that computes sums over sequences calls `over_sequences`, and `counted_once` at its end. So every rank
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
     """
@@ -88,6 +91,7 @@ class Objective(nn.Module):
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
     projects: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True
+    weighted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -151,8 +155,8 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
     """Let a model that trains compute an objective instead of the cross-entropy. Call it in `adapt_model`.
 
     `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the micro batches lack an entry
-    of the objective, if the model has another end than `Head`, or if it predicts tokens further ahead and the objective
-    counts something else than tokens.
+    of the objective or have weights that it does not use, if the model has another end than `Head`, or if it predicts
+    tokens further ahead and the objective counts something else than tokens.
     Does nothing in a run that does not train.
     """
     if not run.trains:
@@ -170,6 +174,12 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
         raise UsageError(
             f"{label} needs micro batches with {listed(map(repr, missing))}, which {loader} does not supply; use data "
             f"that does ('mplug plugins list --kind data')"
+        )
+    if LOSS_WEIGHTS in run.entries and not objective.weighted:
+        (loader,) = run.hooks.implementers("build_loader")
+        raise UsageError(
+            f"{loader} has weights of the losses of targets ('{LOSS_WEIGHTS}'), which {label} would ignore: its loss "
+            f"is not a sum over targets; use data without weights"
         )
     objective.soft_cap = head.soft_cap
     if not objective.projects:

@@ -208,7 +208,8 @@ class ExpertsConfig:
 
     def _arguments_of(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The fields that are arguments of a function."""
-        return {name: value for name, value in vars(self).items() if name in signature(function).parameters}
+        known = signature(function).parameters
+        return {name: value for name, value in vars(self).items() if name in known}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class TestDistill(ObjectiveSuite):
 
     plugin = "distill"
     settings = TAUGHT
-    layouts = ("tp2", "cp2", "pp2 parallel.pp.schedule=zb-h1", "zero2", "fsdp2")
+    layouts = ("tp2", "cp2", "pp2 parallel.pp.schedule=zb-h1", "zero2 parallel.zero.stage=2", "fsdp2")
     examples = {"teacher": [{**TEACHER, "init_std": 0.1}]}
     beside = {"beta": {"objectives.distill.divergence": "jsd"}}
 

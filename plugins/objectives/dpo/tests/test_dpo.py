@@ -285,6 +285,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model.ffn_hidden_size": 40,
         "model.num_mtp_layers": 1,
     },
+    "has weights of the losses of targets": {"data.loss_weights": True},
     "needs micro batches with 'reference_log_probabilities'": {"objectives.dpo.reference": "data"},
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
+from mplug.training.batch_parts import without_extra_targets
 from mplug_pretrained.external_form import conversion, refuse_lossy
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
@@ -134,6 +135,16 @@ def test_data_without_the_last_token_are_refused(tmp_path: Path) -> None:
         tiny_run(of_file(tmp_path / "pairs.jsonl", **{"data.keep_end": False}))
 
 
+def test_samples_that_only_fill_up_an_evaluation_count_no_pair() -> None:
+    parts = build(tiny_run(in_fp64({**PAIRS, "trainer.micro_batch_size": 4})))
+    whole = next(iter(parts.train_loader.loader.take(8)))
+    (cut,) = without_extra_targets([whole], 3)
+    three = {name: one[:3] if len(one) == 4 else one for name, one in whole.items()}
+    found, expected = (parts.stepper.outputs(parts.train_loader.step_of([one]))[0] for one in (cut, three))
+    assert int(found["num_targets"]) == int(expected["num_targets"]) > 0
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-12)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "needs micro batches with 'sequences', which data/mock does not supply": {"data.pairs": False},
     "has no loss for tokens further ahead; set model.num_mtp_layers=0": {
@@ -141,6 +152,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model.ffn_hidden_size": 40,
         "model.num_mtp_layers": 1,
     },
+    "has weights of the losses of targets": {"data.loss_weights": True},
 }
 
 

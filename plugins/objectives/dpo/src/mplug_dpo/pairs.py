@@ -50,6 +50,7 @@ class PairLoss(Objective):
     """The sum over pairs of a loss, and the number of pairs. A pair counts if both answers have a target."""
 
     mixes: ClassVar[frozenset[str]] = frozenset()
+    weighted: ClassVar[bool] = False
 
     def __init__(self, config: DPOConfig) -> None:
         entries = {SEQUENCES: ("batch", "sequence"), DOCUMENTS: ("batch", "documents")}

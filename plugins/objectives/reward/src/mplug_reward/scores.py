@@ -29,6 +29,7 @@ class RewardLoss(ScoredObjective):
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
+    weighted: ClassVar[bool] = False
 
     def __init__(self, config: RewardConfig, dim: int, of_loader: Container[str]) -> None:
         tokens = ("batch", "sequence")

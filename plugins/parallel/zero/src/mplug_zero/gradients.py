@@ -4,7 +4,8 @@ Ranks whose backward passes differ (an expert without tokens) complete buckets i
 same buckets together. Also, all ranks of two groups must start the sums of both in the same order.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,18 @@ class TransientGradients:
             module = model.module.get_submodule(unit.name)
             held = sorted({of[name] for parameter in module.parameters() if (name := names[id(parameter)]) in of})
             if held:
-                module.register_forward_hook(lambda _, __, outputs, held=held: self._before_backward(outputs, held))
+                setattr(module, unit.method, self._around(getattr(module, unit.method), held))
+
+    def _around(self, inner: Callable[..., Any], held: list[int]) -> Callable[..., Any]:
+        """A unit's call, perhaps of another method than `forward`, which would run no hook of the module."""
+
+        @wraps(inner)
+        def call(*arguments: Any, **named: Any) -> Any:
+            outputs = inner(*arguments, **named)
+            self._before_backward(outputs, held)
+            return outputs
+
+        return call
 
     def _before_backward(self, outputs: Any, held: list[int]) -> None:
         """Hook the outputs of a unit so that its buckets get memory when backward reaches this call."""

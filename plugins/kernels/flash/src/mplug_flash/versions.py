@@ -27,7 +27,7 @@ class Version:
 
     `chips` are the major compute capabilities on which it has a backward pass. `head_dims` are the smallest and the
     largest head dim. `serves` are the needs that it serves beyond the plain case, and `chips_of` the major compute
-    capabilities for some of them, if they are fewer.
+    capabilities for some of them, if they are fewer. `rate` is that of `Offer.rate`; only version 4's is measured.
     """
 
     number: int
@@ -35,6 +35,7 @@ class Version:
     module: str
     chips: tuple[int, ...]
     head_dims: tuple[int, int]
+    rate: float = 0.0
     dropout: bool = False
     serves: frozenset[str] = frozenset({DOCUMENTS, FULL})
     chips_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
@@ -65,11 +66,16 @@ VERSIONS = {
         "flash_attn.cute.interface",
         chips=(9, 10, 11, 12),
         head_dims=(64, 128),
+        rate=588.0,
         serves=frozenset({DOCUMENTS, FULL, LOG_SUM_EXP, WINDOW, SOFT_CAP, SINKS}),
         chips_of=dict.fromkeys((WINDOW, SOFT_CAP, SINKS), (9, 10, 11)),
     ),
-    3: Version(3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256)),
-    2: Version(2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), dropout=True),
+    3: Version(
+        3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256), rate=550.0
+    ),
+    2: Version(
+        2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), rate=350.0, dropout=True
+    ),
 }
 SERVED = frozenset().union(*(version.serves for version in VERSIONS.values()))
 """Needs that some version serves."""

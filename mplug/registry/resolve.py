@@ -223,7 +223,8 @@ class _Resolver:
         for problem in problems:
             if problem.is_fault:
                 self.error = BrokenPlugin
-            if (place := (*key, *problem.path)) in self.left:
+            place = (*key, *problem.path)
+            if place in self.left or (key[0] == "model" and ("checkpoint", "pretrained") in self.left):
                 continue
             remedy = f"; set it with {'.'.join(place)}=VALUE" if problem.message.startswith("is required") else ""
             self._problem(place, f"{problem.message}{remedy}", self._sources_of_fields(place, problem.message))

@@ -5,8 +5,10 @@ import pytest
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
 from mplug.errors import UsageError
+from mplug.model.build import build_model
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
+from mplug_testing.harness import tiny_run
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
@@ -60,6 +62,25 @@ def test_the_default_kernels_compete_unless_options_of_some_are_set(settings: li
     assert config.kernels.defaults == labels
     assert config.kernels.rivals == (labels if len(rivals) > 1 else ())
     assert {one.label for one in config.chosen if one.label.startswith("kernels/")} == {*labels}
+
+
+EXPERTS = {"model.num_experts": 2, "model.num_experts_per_token": 1, "model.moe_ffn_hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "supplier"),
+    [
+        ({}, "kernels/sdpa"),
+        ({"model.name": "gemma", "model.window": 4, "model.attention_types": ["window", "full"]}, "kernels/sdpa"),
+        ({"model.name": "gemma", "model.attention_soft_cap": 2.0}, "plain torch"),
+        ({"model.name": "gpt-oss", "model.head_dim": 8, **EXPERTS}, "plain torch"),
+    ],
+)
+def test_on_a_cpu_sdpa_serves_attention_and_plain_torch_what_it_does_not(
+    settings: dict[str, object], supplier: str
+) -> None:
+    filled = build_model(tiny_run(settings)).slots
+    assert {one.supplier for one in filled if one.site.slot == "Attention.core"} == {supplier}
 
 
 def test_a_word_of_the_default_kernels_that_is_no_plugin_is_refused() -> None:

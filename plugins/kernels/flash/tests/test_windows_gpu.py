@@ -18,7 +18,9 @@ from offers import attention as site
 from offers import run
 from torch import Tensor
 
+from mplug.model.build import build_model
 from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_testing.harness import tiny_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -211,3 +213,12 @@ def test_three_steps_have_the_losses_and_norms_of_plain_torch_in_fp32(
     for (loss, norm), (right, right_norm) in zip(found, exact, strict=True):
         assert loss == pytest.approx(right, rel=0.005)
         assert norm == pytest.approx(right_norm, rel=0.04)
+
+
+@pytest.mark.parametrize("documents", [1, 5])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_that_names_no_kernel_has_it(name: str, documents: int) -> None:
+    own = {"trainer.precision": "bf16", "trainer.device": "cuda"}
+    filled = build_model(tiny_run({**settings(name, documents, 1), **own})).slots
+    labels = {one.supplier_label(run()) for one in filled if one.site.slot == "Attention.core"}
+    assert labels == {"kernels/flash (flash-attn-4)"}

@@ -5,8 +5,10 @@ import pytest
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
 from mplug.errors import UsageError
+from mplug.model.build import build_model
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
+from mplug_testing.harness import tiny_run
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
@@ -22,10 +24,17 @@ def without(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
 def test_a_run_does_without_the_default_kernel_and_strategy_that_are_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    kernels = ("kernels/flash", "kernels/sdpa", "kernels/triton", "kernels/flex")
     without(monkeypatch, "kernels/sdpa", "parallel/dp")
     config = resolve(Registry(), default_settings(), {})
     assert (config.kernels.default, config.parallel.data) == (None, None)
+    assert config.kernels.rivals == ("kernels/flash", "kernels/triton", "kernels/flex")
     assert config.settings["kernels", "default"].source.endswith("; 'sdpa' is not installed")
+    without(monkeypatch, *kernels[1:])
+    assert resolve(Registry(), default_settings(), {}).kernels.default == "kernels/flash"
+    without(monkeypatch, *kernels)
+    found = resolve(Registry(), default_settings(), {})
+    assert (found.kernels.defaults, found.settings["kernels", "default"].value) == ((), None)
 
 
 @pytest.mark.parametrize("field", ["kernels.default=sdpa", "parallel.data=dp"])
@@ -34,6 +43,49 @@ def test_what_the_user_names_is_never_dropped(monkeypatch: pytest.MonkeyPatch, f
     name = field.partition("=")[2]
     with pytest.raises(UsageError, match=f"'{name}'"):
         resolve(Registry(), default_settings(), read_assignments([field]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rivals"),
+    [
+        ([], ["flash", "sdpa", "triton", "flex"]),
+        (["kernels.sdpa.backend=auto"], ["flash", "sdpa", "triton", "flex"]),
+        (["kernels.sdpa.backend=math"], ["sdpa"]),
+        (["kernels.sdpa.backend=math", "kernels.flash.version=2"], ["flash", "sdpa"]),
+        (["kernels.default=[flex,sdpa]"], ["flex", "sdpa"]),
+        (["kernels.default=flex"], ["flex"]),
+    ],
+)
+def test_the_default_kernels_compete_unless_options_of_some_are_set(settings: list[str], rivals: list[str]) -> None:
+    config = resolve(Registry(), default_settings(), read_assignments(settings))
+    labels = tuple(f"kernels/{name}" for name in rivals)
+    assert config.kernels.defaults == labels
+    assert config.kernels.rivals == (labels if len(rivals) > 1 else ())
+    assert {one.label for one in config.chosen if one.label.startswith("kernels/")} == {*labels}
+
+
+EXPERTS = {"model.num_experts": 2, "model.num_experts_per_token": 1, "model.moe_ffn_hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "supplier"),
+    [
+        ({}, "kernels/sdpa"),
+        ({"model.name": "gemma", "model.window": 4, "model.attention_types": ["window", "full"]}, "kernels/sdpa"),
+        ({"model.name": "gemma", "model.attention_soft_cap": 2.0}, "plain torch"),
+        ({"model.name": "gpt-oss", "model.head_dim": 8, **EXPERTS}, "plain torch"),
+    ],
+)
+def test_on_a_cpu_sdpa_serves_attention_and_plain_torch_what_it_does_not(
+    settings: dict[str, object], supplier: str
+) -> None:
+    filled = build_model(tiny_run(settings)).slots
+    assert {one.supplier for one in filled if one.site.slot == "Attention.core"} == {supplier}
+
+
+def test_a_word_of_the_default_kernels_that_is_no_plugin_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"kernels\.default .*no plugin 'flexx'"):
+        resolve(Registry(), default_settings(), read_assignments(["kernels.default=[sdpa,flexx]"]))
 
 
 def test_observers_of_the_default_run_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

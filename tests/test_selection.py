@@ -34,10 +34,13 @@ def wrap(plugin: str, slot: str, layer: int = 0, answer: bool | str = True, **da
     return Wrap(slot, lambda inner: inner, layer, supports=lambda *_: answer, plugin=plugin, **sets)
 
 
-def selected(sites: Iterable[Site | str], offers: Any, default: str | None = None, **kinds: str | None) -> Selection:
+def selected(
+    sites: Iterable[Site | str], offers: Any, default: str | tuple[str, ...] | None = None, **kinds: str | None
+) -> Selection:
     there = [at(one) if isinstance(one, str) else one for one in sites]
     offers = [offers] if isinstance(offers, Offer | Wrap) else offers
-    return select(there, offers, Kernels(kinds, default), None, known=SLOTS)  # type: ignore[arg-type]
+    kernels = Kernels(kinds, None, default) if isinstance(default, tuple) else Kernels(kinds, default)
+    return select(there, offers, kernels, None, known=SLOTS)  # type: ignore[arg-type]
 
 
 def suppliers(*given: Any, **kinds: str | None) -> list[str]:
@@ -69,6 +72,25 @@ def test_a_default_kernel_fills_what_it_can_except_kinds_that_are_named() -> Non
     offers = [offer(FAST, CORE), offer(ALL, CORE), offer(ALL, NORM)]
     assert suppliers([CORE, NORM, GEMM], offers, ALL, attention=FAST) == [FAST, ALL, PLAIN]
     assert suppliers([CORE, NORM], offers[1:], ALL, attention=None) == [PLAIN, ALL]
+
+
+def test_of_several_default_kernels_the_fastest_that_serves_a_site_fills_it() -> None:
+    slow, fast = offer(ALL, CORE, rate=1.0, serves={"window"}), offer(FAST, CORE, rate=2.0)
+    both, plain, local = (ALL, FAST), at(CORE), at(CORE, "window", name="blocks.1.part")
+    assert suppliers([plain, local], [slow, fast], both) == [FAST, ALL]
+    assert suppliers([plain], [slow, fast], both, attention=ALL) == [ALL]
+    assert suppliers([plain], [slow, fast], both, attention=None) == [PLAIN]
+    assert suppliers([plain], [offer(ALL, CORE, rate=2.0), fast], both) == [ALL], "the first of equal rates"
+    assert suppliers([plain], [offer(ALL, CORE), fast], both) == [FAST], "an offer without a rate does not compete"
+    assert suppliers([NORM], [offer(FAST, NORM)], both) == [PLAIN]
+    assert suppliers([plain], [slow, fast, offer(TP, CORE)], both) == [TP], "they give way to a strategy"
+
+
+def test_a_site_that_no_default_kernel_serves_keeps_plain_torch_if_that_serves_it() -> None:
+    both, refusing = (ALL, FAST), [offer(ALL, CORE, answer="too wide", rate=1.0), offer(FAST, CORE, rate=2.0)]
+    assert suppliers([at(CORE, "window")], refusing, both) == [PLAIN]
+    found = unmet([at(CORE, "linear attention")], refusing, both)
+    assert [one.partition(": ")[2] for one in found] == ["it does not offer linear attention"] * 2
 
 
 def test_an_offer_of_several_slots_fills_them_all_or_none() -> None:

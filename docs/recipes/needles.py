@@ -89,8 +89,9 @@ def measure(wanted: argparse.Namespace) -> None:
 
 def found(wanted: argparse.Namespace, length: int) -> list[float]:
     """The share of keys that a run finds in texts of a length, for each depth."""
-    from mplug.commands import at_step, find_directory, merge, read_assignments, saved_settings, settle
+    from mplug.commands import find_directory, merge, read_assignments, saved_settings, settle
     from mplug_pretrained import load_for_inference
+    from mplug_saving import at_step
 
     directory, draw = find_directory(wanted.name), random.Random(f"measure {length}")
     with tempfile.TemporaryDirectory() as folder:

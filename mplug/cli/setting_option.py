@@ -19,4 +19,5 @@ class SettingOption(click.Option):
         record, setting = super().get_help_record(ctx), default_settings().get(tuple(self.field.split(".")))
         if record is None or setting is None or setting.value in (None, ""):
             return record
-        return record[0], f"{record[1]}  [default: {setting.value}]"
+        shown = ", ".join(setting.value) if isinstance(setting.value, list) else setting.value
+        return record[0], f"{record[1]}  [default: {shown}]"

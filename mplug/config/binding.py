@@ -81,16 +81,23 @@ class Kernels:
     """The kernel plugin that the config names for each kind of slot (labels such as 'kernels/NAME').
 
     `default` fills every slot that it supports and whose kind is not in `kinds`. A kind with the value None keeps the
-    composition in plain torch.
+    composition in plain torch. If the config names several default kernels, `default` is None and `rivals` lists them:
+    the fastest one that serves a slot fills it.
     """
 
     kinds: Mapping[str, str | None]
     default: str | None
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        """The labels of the default kernels."""
+        return self.rivals if self.default is None else (self.default,)
 
     @property
     def plugins(self) -> frozenset[str]:
         """The labels of all kernel plugins of the run."""
-        return frozenset(label for label in (self.default, *self.kinds.values()) if label is not None)
+        return frozenset(label for label in (*self.defaults, *self.kinds.values()) if label is not None)
 
     def chosen(self, kind: str) -> str | None:
         """The label of the plugin for a kind of slot; None means the composition in plain torch."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mplug.config.binding import KIND_OF_SECTION
 from mplug.config.defaults import is_default
-from mplug.config.sources import NAMED_SECTIONS, Key, Settings
+from mplug.config.sources import NAMED_SECTIONS, Key, Setting, Settings
 from mplug.errors import listed
 from mplug.registry.entry_points import Registry
 
@@ -27,8 +27,8 @@ def without_missing(registry: Registry, base: Settings, settings: Settings) -> S
     for key, setting in settings.items():
         if base.get(key) is not setting:
             continue
-        if key in DISPENSABLE and setting.value is not None and _is_missing(registry, DISPENSABLE[key], setting.value):
-            kept[key] = replace(setting, value=None, source=f"{setting.source}; '{setting.value}' is not installed")
+        if key in DISPENSABLE:
+            kept[key] = _without_absent(registry, DISPENSABLE[key], setting)
         elif (
             key[0] == OBSERVERS
             and len(key) > 1
@@ -37,6 +37,17 @@ def without_missing(registry: Registry, base: Settings, settings: Settings) -> S
         ):
             del kept[key]
     return kept
+
+
+def _without_absent(registry: Registry, kind: str, setting: Setting) -> Setting:
+    """A plugin or a list of plugins, without those that are not installed; None if none is left."""
+    names = setting.value if isinstance(setting.value, list) else [setting.value]
+    absent = [name for name in names if name is not None and _is_missing(registry, kind, name)]
+    if not absent:
+        return setting
+    words, are = listed(f"'{name}'" for name in absent), "is" if len(absent) == 1 else "are"
+    present = [name for name in names if name not in absent]
+    return replace(setting, value=present or None, source=f"{setting.source}; {words} {are} not installed")
 
 
 def missing_defaults(registry: Registry, base: Settings, settings: Settings) -> dict[str, str]:

@@ -37,6 +37,7 @@ from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.provided import provided
 from mplug.registry.rates import RATES
+from mplug.registry.rivals import competing, without
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -223,7 +224,8 @@ class _Resolver:
         for problem in problems:
             if problem.is_fault:
                 self.error = BrokenPlugin
-            if (place := (*key, *problem.path)) in self.left:
+            place = (*key, *problem.path)
+            if place in self.left or (key[0] == "model" and ("checkpoint", "pretrained") in self.left):
                 continue
             remedy = f"; set it with {'.'.join(place)}=VALUE" if problem.message.startswith("is required") else ""
             self._problem(place, f"{problem.message}{remedy}", self._sources_of_fields(place, problem.message))
@@ -262,13 +264,20 @@ class _Resolver:
     def _kernels(self) -> Kernels:
         raw, kinds = self._raw("kernels"), self.registry.slot_kinds()
         fields = (*kinds, "default")
+        default = raw.pop("default", None)
+        rivals = default if isinstance(default, list) else []
         words = {kind: raw.pop(kind) for kind in list(raw) if kind in fields or self._may_be_kind(kind, raw, fields)}
+        words["default"] = None if isinstance(default, list) else default
         entries = {kind: word and self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
+        found = [(word, self._plugin("kernels", word, ("kernels", "default"))) for word in rivals]
         chosen = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
+        chosen |= dict.fromkeys(str(word) for word, entry in found if entry)
         self._sub_sections("kernels", chosen, raw, fields)
         labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
-        default = labels.pop("default", None)
-        return Kernels(labels, default)
+        only, rivals = labels.pop("default"), [entry.label for _, entry in found if entry]
+        named = competing(self.chosen, rivals)
+        self.chosen = without(self.chosen, {*rivals} - {*named, *labels.values()})
+        return Kernels(labels, named[0]) if len(named) == 1 else Kernels(labels, only, tuple(named))
 
     def _may_be_kind(self, word: str, raw: dict[str, Any], fields: Iterable[str]) -> bool:
         """Whether a field of 'kernels' may name a kind of slots that only the blocks of the model declare.

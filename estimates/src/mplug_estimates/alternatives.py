@@ -43,7 +43,8 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
     none = "no other installed kernel can"
     if silent:
         none = f"{listed(silent)} gave no answer within {TIMEOUT:g} s, and {none}"
-    able.sort(key=lambda name: name != (config.kernels.default or "").rpartition("/")[2])  # the default is the fast one
+    fast = [label.rpartition("/")[2] for label in config.kernels.defaults]
+    able.sort(key=lambda name: fast.index(name) if name in fast else len(fast))
     if able:
         return f"; {listed(able)} can serve it: set kernels.{unmet.kind}={able[0]}"
     if unmet.plugin != PLAIN and can_be_built(_with_kernel(config, unmet.kind, None)):

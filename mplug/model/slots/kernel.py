@@ -66,13 +66,14 @@ def kernel(
     dtypes: tuple[str, ...] = (),
     chips: tuple[str, ...] = (),
     shapes: Mapping[str, Container[int]] | None = None,
+    rate: float = 0.0,
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a kernel plugin of a function that supplies a slot; its entry point names the function.
 
-    The arguments are those of `Offer`: what the function serves, and where it runs. `captures` is the answer to the
-    hook of this name: whether a CUDA graph can replay the function, or a clause with the reason against it; None:
-    unknown. A plugin with options, with several slots, or with suppliers that depend on the run is a class with the
-    hook `offer` instead. The module must not import torch: import it in the function.
+    The arguments are those of `Offer`: what the function serves, where it runs, and its rate. `captures` is the answer
+    to the hook of this name: whether a CUDA graph can replay the function, or a clause with the reason against it;
+    None: unknown. A plugin with options, with several slots, or with suppliers that depend on the run is a class with
+    the hook `offer` instead. The module must not import torch: import it in the function.
     """
     given: dict[str, Any] = {"supports": supports, "varies": varies, "shapes": shapes}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -86,6 +87,7 @@ def kernel(
             devices=devices,
             dtypes=dtypes,
             chips=chips,
+            rate=rate,
             **chosen,
         )
         return Kernel(function, captures, offer)

@@ -82,9 +82,14 @@ def select(
 
 
 def _counts(offer: Offer, kernels: "Kernels", known: Mapping[str, Slot]) -> bool:
-    """Whether an offer counts: one of a kernel plugin only if the config names the plugin for all of its slots."""
+    """Whether an offer counts: one of a kernel plugin only if the config names the plugin for all of its slots.
+
+    Of rivals, only offers with a rate count.
+    """
     kinds = {known[slot].kind for slot in offer.suppliers if slot in known}
-    return offer.plugin not in kernels.plugins or all(kernels.chosen(kind) == offer.plugin for kind in kinds)
+    competes = offer.plugin in kernels.rivals and offer.rate > 0 and kinds.isdisjoint(kernels.kinds)
+    is_named = all(kernels.chosen(kind) == offer.plugin for kind in kinds)
+    return offer.plugin not in kernels.plugins or competes or is_named
 
 
 def _row(site: Site, wraps: Iterable[Wrap], suppliers: Iterable[Offer], run: "Run") -> Row:
@@ -114,11 +119,13 @@ def _refuse_two_wraps_at_one_layer(row: Row) -> None:
 
 
 def _supplier(row: Row, kernels: "Kernels") -> Offer | None:
-    """The one supplier that fills a site, or None. The default kernel and fallbacks give way to other suppliers."""
+    """The one supplier that fills a site, or None. Default kernels and fallbacks give way to other suppliers."""
     able, site = [offer for offer, answer in row.of_suppliers if answer is True], row.site
     if site.kind not in kernels.kinds:
-        able = [offer for offer in able if offer.plugin != kernels.default] or able
+        able = [offer for offer in able if offer.plugin not in kernels.defaults] or able
     able = [offer for offer in able if not offer.fallback] or able
+    if all(offer.plugin in kernels.rivals for offer in able):
+        able = sorted(able, key=lambda offer: (-offer.rate, kernels.rivals.index(offer.plugin)))[:1]
     if len(able) > 1:
         raise UsageError(
             f"{listed(offer.plugin for offer in able)} both fill {site.slot} of '{site.role}'; "
@@ -135,7 +142,7 @@ def _without_idle_fallbacks(contents: list[Filled], kernels: "Kernels") -> list[
     wider = Wider(contents)
 
     def is_idle(filled: Filled) -> bool:
-        fuses = bool(filled.site.declared.fuses) and filled.supplier == kernels.default
+        fuses = bool(filled.site.declared.fuses) and filled.supplier in kernels.defaults
         is_fallback = filled.offer is not None and (filled.offer.fallback or fuses)
         return is_fallback and any(wider.replacing(filled.site))
 
@@ -151,7 +158,9 @@ def _reasons_of_suppliers(
 ) -> list[Unmet]:
     """Why no supplier serves a site, if none does and the site must not keep its default in plain torch."""
     site = row.site
-    if any(answer is True for _, answer in row.of_suppliers):
+    lacking = site.lacking(offered_in_plain_torch(site))
+    is_open = bool(kernels.rivals) and site.kind not in kernels.kinds and not lacking
+    if any(answer is True for _, answer in row.of_suppliers) or is_open:
         return []
     refusals = [(offer, answer) for offer, answer in row.of_suppliers if not offer.fallback]
     said = [Unmet(offer.plugin, site, answer) for offer, answer in refusals if isinstance(answer, str)]
@@ -160,7 +169,7 @@ def _reasons_of_suppliers(
     offered = {slot for offer in suppliers if offer.plugin == named for slot in offer.suppliers}
     if named and not any(slot in known and known[slot].kind == site.kind for slot in offered):
         unmet.append(Unmet(named, site, f"it offers no supplier for slots of the kind '{site.kind}' alone"))
-    if not unmet and (lacking := site.lacking(offered_in_plain_torch(site))):
+    if not unmet and lacking:
         unmet.append(Unmet(PLAIN, site, lacking))
     return unmet
 
@@ -229,7 +238,7 @@ def _refuse_uncalled(contents: list[Filled], kernels: "Kernels") -> None:
     wider = Wider(contents)
     for filled in contents:
         required = [wrap.plugin for wrap in filled.wraps if not wrap.dispensable]
-        if filled.offer and filled.supplier != kernels.default:
+        if filled.offer and filled.supplier not in kernels.defaults:
             required.append(filled.supplier)
         for fused, slot in wider.replacing(filled.site):
             uncalled = [plugin for plugin in required if plugin != fused]

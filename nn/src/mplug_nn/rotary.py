@@ -127,7 +127,7 @@ def check_scaling(name: str, options: dict[str, Any]) -> None:
 
 def linear(frequencies: tuple[float, ...], theta: float, *, factor: float) -> Scaled:
     """Positions divided by `factor` (arXiv 2306.15595)."""
-    _require_positive("linear", factor=factor)
+    _require_stretch("linear", factor)
     return tuple(frequency / factor for frequency in frequencies), 1.0
 
 
@@ -141,9 +141,9 @@ def llama3(
     original_max_position_embeddings: int,
 ) -> Scaled:
     """Wavelengths near or above the original length are divided by `factor` (Llama 3.1)."""
+    _require_stretch("llama3", factor)
     _require_positive(
         "llama3",
-        factor=factor,
         low_freq_factor=low_freq_factor,
         high_freq_factor=high_freq_factor,
         original_max_position_embeddings=original_max_position_embeddings,
@@ -178,9 +178,9 @@ def yarn(
 
     `attention_factor` None: 0.1 ln(factor) + 1, or with both mscales the quotient of `attention_scale` for the two.
     """
+    _require_stretch("yarn", factor)
     _require_positive(
         "yarn",
-        factor=factor,
         original_max_position_embeddings=original_max_position_embeddings,
         beta_fast=beta_fast,
         beta_slow=beta_slow,
@@ -225,7 +225,8 @@ def longrope(
     `short_factor` if no position of a batch exceeds the original length. A run divides by `long_factor` at every
     length, so that its loss does not depend on which samples share a batch. So `short_factor` is None, or equal to it.
     """
-    _require_positive("longrope", factor=factor, original_max_position_embeddings=original_max_position_embeddings)
+    _require_stretch("longrope", factor)
+    _require_positive("longrope", original_max_position_embeddings=original_max_position_embeddings)
     if isinstance(long_factor, str) or not isinstance(long_factor, tuple | list):
         raise ValueError(f"the scaling 'longrope' needs a list of numbers as 'long_factor', not {long_factor!r}")
     for number in long_factor:
@@ -248,6 +249,15 @@ def longrope(
     _require_positive("longrope", attention_factor=attention_factor)
     divided = zip(frequencies, long_factor, strict=True)
     return tuple(frequency / divisor for frequency, divisor in divided), attention_factor
+
+
+def _require_stretch(scaling: str, factor: float) -> None:
+    _require_positive(scaling, factor=factor)
+    if factor < 1:
+        raise ValueError(
+            f"the scaling '{scaling}' divides positions by 'factor' for longer sequences, so it needs at least 1, not "
+            f"{factor:g}; for the factor 1/n, set n"
+        )
 
 
 def _require_positive(scaling: str, **options: Any) -> None:

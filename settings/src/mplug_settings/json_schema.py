@@ -24,7 +24,8 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
         fields[section] = (_partial(create_model(section, __base__=plugin.Config, **extra)), None)
     for section, model in HOST_SECTIONS.items():
         fields[section] = (_partial(model), None)
-    kernels: dict[str, Any] = dict.fromkeys((*registry.slot_kinds(), "default"), (str | None, None))
+    kernels: dict[str, Any] = dict.fromkeys(registry.slot_kinds(), (str | None, None))
+    kernels["default"] = (str | list[str] | None, None)
     fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
     parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
     parallel |= {"balance": (bool, False), "read_once": (bool, False)}

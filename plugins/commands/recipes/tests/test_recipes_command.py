@@ -99,6 +99,8 @@ def test_a_field_that_the_recipe_leaves_to_the_user_is_asked_for_once(install: C
     assert "leaves this field" in refused("train", "--recipe", "short", "--set", "data.path=null")
     asked = refused("train", "--recipe", "sft").splitlines()
     assert [line.split()[0] for line in asked] == ["mplug:", "checkpoint.pretrained", "data.path"]
+    (only,) = refused("train", "--recipe", "longer", "--set", "data.path=long.jsonl").splitlines()
+    assert only.startswith("mplug: checkpoint.pretrained"), "the family, and so its fields, come from the folder"
 
 
 def test_new_writes_a_file_to_edit_which_keeps_its_comments_and_its_origin(install: Callable[..., None]) -> None:

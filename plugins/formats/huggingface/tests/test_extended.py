@@ -196,3 +196,12 @@ def test_a_folder_whose_own_scaling_changes_with_the_length_of_a_batch_is_refuse
 def test_divisors_that_do_not_fit_are_refused(options: dict[str, Any], words: str, folders: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match=words):
         run_of(folders["llama"], {"model.rope_scaling": {"type": "longrope", **STRETCH, **options}})
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn", "longrope"])
+def test_a_factor_that_would_shorten_sequences_is_refused(scaling: str, folders: dict[str, Path]) -> None:
+    own = {"linear": {}, "yarn": STRETCH, "longrope": {**STRETCH, "long_factor": DIVISORS}}[scaling]
+    with pytest.raises(
+        UsageError, match=f"'{scaling}' divides positions by 'factor' .* not 0.5; for the factor 1/n, set n"
+    ):
+        run_of(folders["llama"], {"model.rope_scaling": {**own, "type": scaling, "factor": 0.5}})

@@ -26,7 +26,7 @@ SPEC = AttentionSpec(0.3, 8, 8)
 
 
 class Fake(ModuleType):
-    """flash-attn-4's two functions, full or causal, of samples or of stretches of a long row of tokens.
+    """flash-attn-4's two functions, of samples or of stretches of a long row of tokens.
 
     `calls` are their names with the arguments that are no tensors; `memory`, the storages that hold gradients.
     """
@@ -41,6 +41,8 @@ class Fake(ModuleType):
 
     def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
         how = self._heard("forward", named)
+        if OWN & named.keys():
+            return *_weighted(q, k, v, named), None, None, None
         if "cu_seqlens_q" not in named:
             output, sums = PLAIN_PARTS.forward(q, k, v, **how)
             return output.contiguous(), sums.float(), None, None, None
@@ -52,6 +54,11 @@ class Fake(ModuleType):
         into = [named[name] for name in ("dq", "dk", "dv")]
         self.memory = {place.untyped_storage().data_ptr() for place in into}
         how = self._heard("backward", named)
+        if OWN & named.keys():
+            found = _gradients(q, k, v, gradient, named)
+            for place, one in zip(into, found, strict=False):
+                place.copy_(one)
+            return (*into, *found[3:])
         if "cu_seqlens_q" not in named:
             found = PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **how)
         else:
@@ -63,6 +70,39 @@ class Fake(ModuleType):
         for place, gradients in zip(into, found, strict=True):
             place.copy_(gradients)
         return tuple(into)
+
+
+OWN = {"window_size_left", "window_size_right", "softcap", "learnable_sink"}
+"""Arguments that the parts of plain torch do not have."""
+
+
+def _weighted(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) with the library's windows, soft cap and sinks."""
+    if "cu_seqlens_q" in named:
+        single = {name: x for name, x in named.items() if not name.startswith(("cu_", "max_"))}
+        found = [_weighted(q[i][None], k[j][None], v[j][None], single) for i, j in _stretches(named)]
+        return torch.cat([output[0] for output, _ in found]), torch.cat([sums[0] for _, sums in found], 1)
+    sharers = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(sharers, dim=2) for x in (k, v))
+    scores = torch.einsum("bshk,bthk->bhst", q, wide_k) * named["softmax_scale"]
+    if cap := named.get("softcap"):
+        scores = cap * (scores / cap).tanh()
+    distances = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+    right = 0 if named["causal"] else named.get("window_size_right", k.shape[1])
+    hidden = (distances > right) | (distances < -named.get("window_size_left", k.shape[1]))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if (sinks := named.get("learnable_sink")) is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    weights = scores.softmax(dim=-1)[..., : k.shape[1]]
+    return torch.einsum("bhst,bthk->bshk", weights, wide_v).contiguous(), scores.logsumexp(dim=-1).float()
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, named: dict[str, Any]) -> tuple[Tensor, ...]:
+    sinks = named.get("learnable_sink")
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+        named = named if sinks is None else {**named, "learnable_sink": leaves[3]}
+        return torch.autograd.grad(_weighted(*leaves[:3], named)[0], leaves, gradient)
 
 
 def _stretches(named: dict[str, Any]) -> list[tuple[slice, slice]]:
@@ -113,8 +153,48 @@ def test_the_passes_of_the_fourth_version_are_operators_as_torch_wants_them() ->
     with catch_warnings(action="ignore"):
         torch.library.opcheck(forward, (q, k, v, 0.3, False))
         torch.library.opcheck(backward, (drawn(2, 5, 4, 8), q, k, v, *forward(q, k, v, 0.3, False), 0.3, True))
+        torch.library.opcheck(forward, (q, k, v, 0.3, False, True, None, drawn(4), 3, 2.0))
         saved = forward(*heads.split((4, 2, 2), dim=2), 0.3, False)
         torch.library.opcheck(packed_backward, (drawn(2, 5, 4, 8), heads, *saved, 4, 0.3, True))
+
+
+EVERYTHING: dict[str, Any] = {"window": 3, "soft_cap": 2.0, "sinks": True}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"window": 3},
+        {"window": 3, "causal": False},
+        {"window": 1},
+        {"soft_cap": 2.0},
+        {"sinks": True},
+        EVERYTHING,
+        {**EVERYTHING, "documents": True},
+        {**EVERYTHING, "documents": True, "causal": False},
+    ],
+    ids=str,
+)
+def test_the_fourth_version_is_given_windows_soft_caps_and_sinks_as_the_specification_means_them(
+    fake: Fake, asked: dict[str, Any], compiled: bool
+) -> None:
+    spec, call = replace(SPEC, **asked), core(4, False)
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    lengths = torch.tensor([[2, 7, 0], [1, 5, 3]]) if spec.documents else None
+    leaf, sinks, gradient = drawn(2, 9, 8, 8).requires_grad_(), drawn(4).requires_grad_(), drawn(2, 9, 4, 8)
+    leaves = [leaf, *([sinks] if spec.sinks else [])]
+    inputs = AttentionInputs(None, lengths, sinks if spec.sinks else None)
+    both = []
+    for one in (call, scaled_dot_product):
+        with catch_warnings(action="ignore"):
+            output = one(*leaf.split((4, 2, 2), dim=2), spec, inputs)
+            both.append((output.detach(), *torch.autograd.grad(output, leaves, gradient)))
+    assert [name for name, _ in fake.calls] == ["forward", "backward"]
+    for found, exact in zip(*both, strict=True):
+        torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.usefixtures("fake")

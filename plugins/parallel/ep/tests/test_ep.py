@@ -341,6 +341,13 @@ def test_of_more_processes_those_that_are_left_are_data_parallel(word: str, proc
     assert (run.config.parallel.layout, run.mesh.world_size) == (whole, processes)
 
 
+def test_room_without_buffers_of_a_fixed_size_is_refused() -> None:
+    settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.room": 2.0}
+    with pytest.raises(UsageError, match="room=2 is for dispatch=bounded and symmetric, and dispatch is all_to_all"):
+        tiny_config(settings)
+    tiny_config({**settings, "parallel.ep.dispatch": "symmetric"})
+
+
 def test_processes_that_the_views_do_not_divide_are_refused_with_the_numbers() -> None:
     with pytest.raises(UsageError, match=r"'ep4' needs a multiple of 4 processes, and torchrun has started 6"):
         started("ep4", 6)

@@ -35,7 +35,7 @@ class Flash:
     def offer(self, run: "Run") -> list[Offer]:
         """Offers of the attention core, one for each version that may be selected."""
         from mplug_flash.attention import core
-        from mplug_flash.versions import SERVED
+        from mplug_flash.versions import SERVED, VERSIONS
 
         deterministic = run.config.trainer.deterministic
         return [
@@ -45,6 +45,7 @@ class Flash:
                 varies,
                 note=partial(_note, version),
                 serves=SERVED,
+                rate=VERSIONS[version].rate,
             )
             for version in self._candidates
         ]

@@ -1,33 +1,20 @@
 """The suppliers, one per version.
 
-B batch, S sequence, H query heads, G KV heads, K head dim, M documents of a sample.
+B batch, S sequence, H query heads, G KV heads, K head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 import mplug_flash.fourth as fourth
-from mplug_flash.fourth import FourthPacked, FourthParts, begins
+from mplug_flash.fourth import FourthPacked, FourthParts, Parts, begins
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
 
-
-@dataclass(frozen=True)
-class How:
-    """The options of a call; `lengths` [B, M] are the document lengths of packed samples."""
-
-    scale: float
-    dropout: float
-    deterministic: bool
-    causal: bool
-    lengths: Tensor | None
-
-
-Compute = Callable[[Tensor, Tensor, Tensor, How], Tensor]
-"""(q [B, S, H, K], k and v [B, S, G, K], how) -> [B, S, H, K]."""
+Compute = Callable[[Tensor, Tensor, Tensor, AttentionSpec, AttentionInputs, bool], Tensor]
+"""(q [B, S, H, K], k and v [B, S, G, K], specification, inputs, deterministic) -> [B, S, H, K]."""
 
 
 def core(version: int, deterministic: bool, *, packed_heads: bool = False) -> Callable[..., Tensor]:
@@ -47,8 +34,7 @@ def _core(version: int, deterministic: bool, packed_heads: bool) -> Callable[...
 
         Dropout draws from torch's own generator, not from `inputs`.
         """
-        how = How(spec.scale, spec.dropout, deterministic, spec.causal, inputs.document_lengths)
-        return compute(q, k, v, how)
+        return compute(q, k, v, spec, inputs, deterministic)
 
     if version != 4:
         return attention
@@ -56,30 +42,30 @@ def _core(version: int, deterministic: bool, packed_heads: bool) -> Callable[...
     return AttentionCore(attention, parts=FourthParts(deterministic), packed_heads=packed)
 
 
-def _fourth(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
-    return fourth.attention(q, k, v, how.scale, how.deterministic, how.causal, how.lengths)
-
-
-def _third(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+def _third(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, deterministic: bool
+) -> Tensor:
     import flash_attn_interface as library
 
-    return _computed(library, q, k, v, how, {})
+    return _computed(library, (q, k, v), spec, inputs, {"deterministic": deterministic})
 
 
-def _second(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+def _second(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, deterministic: bool
+) -> Tensor:
     import flash_attn as library
 
-    return _computed(library, q, k, v, how, {"dropout_p": how.dropout})
+    return _computed(library, (q, k, v), spec, inputs, {"deterministic": deterministic, "dropout_p": spec.dropout})
 
 
-def _computed(library: Any, q: Tensor, k: Tensor, v: Tensor, how: How, more: dict[str, Any]) -> Tensor:
-    more |= {"softmax_scale": how.scale, "causal": how.causal, "deterministic": how.deterministic}
-    if how.lengths is None:
-        return _output(library.flash_attn_func(q, k, v, **more))
-    where, longest = begins(how.lengths), q.shape[1]
-    rows = [x.flatten(0, 1) for x in (q, k, v)]
+def _computed(library: Any, qkv: Parts, spec: AttentionSpec, inputs: AttentionInputs, more: dict[str, Any]) -> Tensor:
+    more |= {"softmax_scale": spec.scale, "causal": spec.causal}
+    if inputs.document_lengths is None:
+        return _output(library.flash_attn_func(*qkv, **more))
+    where, (batch, longest) = begins(inputs.document_lengths), qkv[0].shape[:2]
+    rows = [x.flatten(0, 1) for x in qkv]
     output = _output(library.flash_attn_varlen_func(*rows, where, where, longest, longest, **more))
-    return output.unflatten(0, q.shape[:2])
+    return output.unflatten(0, (batch, longest))
 
 
 def _output(given: Any) -> Tensor:
@@ -88,4 +74,4 @@ def _output(given: Any) -> Tensor:
     return output
 
 
-COMPUTES: dict[int, Compute] = {4: _fourth, 3: _third, 2: _second}
+COMPUTES: dict[int, Compute] = {4: fourth.attention, 3: _third, 2: _second}

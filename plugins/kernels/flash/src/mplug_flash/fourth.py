@@ -3,11 +3,11 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim, M documents, N stretches. For stretches, the kernel
 receives the tokens of all samples concatenated, [B S, H, K], and the start of each stretch.
 
-Trap: never pass a window. Older versions spell a causal mask as the window (-1, 0). flash-attn-4 silently takes that
-as a different mask.
+Trap: never pass a window for a causal mask alone. Older versions spell it as the window (-1, 0). flash-attn-4 silently
+takes that as a different mask.
 """
 
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -18,6 +18,31 @@ from mplug_nn.specification import DOCUMENTS, FULL
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""
+
+
+class Weights(NamedTuple):
+    """What the weights of a call depend on besides its part: `AttentionSpec` describes window and soft cap.
+
+    `sinks` [H] have the weight exp(sink - log-sum-exp) and no value; the log-sum-exp contains them.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+    def named(self, causal: bool) -> dict[str, Any]:
+        """The arguments of the library for both passes; none for what a call does not use."""
+        named: dict[str, Any] = {}
+        if self.window is not None:
+            named |= {"window_size_left": self.window - 1, "window_size_right": 0 if causal else self.window - 1}
+        if self.soft_cap is not None:
+            named["softcap"] = self.soft_cap
+        if self.sinks is not None:
+            named["learnable_sink"] = self.sinks
+        return named
+
+
+PLAIN = Weights()
 
 # torch reads an operator's schema from its annotated arguments, so `forward` and `backward` list them one by one.
 
@@ -31,13 +56,16 @@ def forward(
     deterministic: bool,
     causal: bool = True,
     document_lengths: Optional[Tensor] = None,  # noqa: UP045 (torch reads it)
+    sinks: Optional[Tensor] = None,  # noqa: UP045
+    window: Optional[int] = None,  # noqa: UP045
+    soft_cap: Optional[float] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     """q [B, S, H, K], k and v [B, S, G, K], any strides -> (output [B, S, H, K], log-sum-exp [B, H, S] in fp32).
 
     `deterministic` applies to backward; forward is always deterministic.
     """
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
-    return compute(Part(q, k, v, scale, causal, lengths))
+    return compute(Part(q, k, v, scale, causal, lengths), Weights(window, soft_cap, sinks))
 
 
 @fake("mplug_flash::forward")
@@ -58,35 +86,62 @@ def backward(
     deterministic: bool,
     causal: bool = True,
     document_lengths: Optional[Tensor] = None,  # noqa: UP045 (torch reads it)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the output [B, S, H, K] -> the gradients of q [B, S, H, K], k and v [B, S, G, K]."""
+    sinks: Optional[Tensor] = None,  # noqa: UP045
+    window: Optional[int] = None,  # noqa: UP045
+    soft_cap: Optional[float] = None,  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of the output [B, S, H, K] -> those of q [B, S, H, K], k and v [B, S, G, K], and sinks [H].
+
+    Without sinks, the last one is empty [0].
+    """
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
-    return differentiate(Part(q, k, v, scale, causal, lengths), gradient, output, sums, deterministic)
+    part, weights = Part(q, k, v, scale, causal, lengths), Weights(window, soft_cap, sinks)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    of_sinks = _differentiate_into((dq, dk, dv), part, weights, gradient, output, sums, deterministic)
+    return dq, dk, dv, q.new_empty(0) if of_sinks is None else of_sinks
 
 
 @fake("mplug_flash::backward")
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    scale: float,
+    deterministic: bool,
+    causal: bool = True,
+    document_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
 class _Attention(torch.autograd.Function):
-    """q [B, S, H, K], k and v [B, S, G, K] -> output [B, S, H, K]; grad_output -> dq, dk and dv of those shapes.
+    """q [B, S, H, K], k and v [B, S, G, K], sinks [H] or None -> output [B, S, H, K]; backward: their gradients.
 
     The log-sum-exp is saved, not differentiated.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, deterministic, causal, document_lengths):  # type: ignore[no-untyped-def]
-        output, sums = forward(q, k, v, scale, deterministic, causal, document_lengths)
-        ctx.save_for_backward(q, k, v, output, sums, document_lengths)
-        ctx.scale, ctx.deterministic, ctx.causal = scale, deterministic, causal
+    def forward(ctx, q, k, v, sinks, document_lengths, deterministic, *static):  # type: ignore[no-untyped-def]
+        scale, causal, window, soft_cap = static
+        output, sums = forward(q, k, v, scale, deterministic, causal, document_lengths, sinks, window, soft_cap)
+        ctx.save_for_backward(q, k, v, output, sums, document_lengths, sinks)
+        ctx.deterministic, ctx.static = deterministic, static
         return output
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        *saved, document_lengths = ctx.saved_tensors
-        of_inputs = backward(gradient, *saved, ctx.scale, ctx.deterministic, ctx.causal, document_lengths)
-        return *of_inputs, None, None, None, None
+        *saved, document_lengths, sinks = ctx.saved_tensors
+        scale, causal, window, soft_cap = ctx.static
+        *of_heads, of_sinks = backward(
+            gradient, *saved, scale, ctx.deterministic, causal, document_lengths, sinks, window, soft_cap
+        )
+        return *of_heads, None if sinks is None else of_sinks, None, None, *(None for _ in ctx.static)
 
 
 @operator("mplug_flash::packed_backward")
@@ -105,7 +160,7 @@ def packed_backward(
     lengths = None if document_lengths is None else (document_lengths, document_lengths)
     packed = heads.new_empty(heads.shape)
     part = Part(*_split(heads, num_heads), scale, causal, lengths)
-    _differentiate_into(_split(packed, num_heads), part, gradient, output, sums, deterministic)
+    _differentiate_into(_split(packed, num_heads), part, PLAIN, gradient, output, sums, deterministic)
     return packed
 
 
@@ -160,27 +215,22 @@ class FourthPacked(PackedHeads):
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    deterministic: bool,
-    causal: bool = True,
-    document_lengths: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, deterministic: bool
 ) -> Tensor:
-    """q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], differentiable; document lengths [B, M]."""
+    """q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K], differentiable."""
+    given = inputs.sinks, inputs.document_lengths, deterministic
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, scale, deterministic, causal, document_lengths
+        q, k, v, *given, spec.scale, spec.causal, spec.window, spec.soft_cap
     )
     return output
 
 
-def compute(part: Part) -> tuple[Tensor, Tensor]:
+def compute(part: Part, weights: Weights = PLAIN) -> tuple[Tensor, Tensor]:
     """(output [B, S, H, K], log-sum-exp [B, H, S]) of a part."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     q, k, v, scale, causal, lengths, _ = part
-    named = {"softmax_scale": scale, "causal": causal, "return_lse": True}
+    named = {"softmax_scale": scale, "causal": causal, "return_lse": True, **weights.named(causal)}
     if lengths is None:
         output, sums, *_ = _flash_attn_fwd(q, k, v, **named)
         return output, sums
@@ -188,31 +238,33 @@ def compute(part: Part) -> tuple[Tensor, Tensor]:
     return output.unflatten(0, q.shape[:2]), _by_sample(sums, len(q)).contiguous()
 
 
-def differentiate(
-    part: Part, gradient: Tensor, output: Tensor, sums: Tensor, deterministic: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q [B, S, H, K], k and v [B, T, G, K], given the output and log-sum-exp over all parts."""
-    dq, dk, dv = (x.new_empty(x.shape) for x in (part.q, part.k, part.v))
-    _differentiate_into((dq, dk, dv), part, gradient, output, sums, deterministic)
-    return dq, dk, dv
-
-
 def _differentiate_into(
-    gradients: Parts, part: Part, gradient: Tensor, output: Tensor, sums: Tensor, deterministic: bool
-) -> None:
-    """Write the gradients of q, k and v: tensors of their shapes, or parts of one contiguous tensor of packed heads."""
+    gradients: Parts,
+    part: Part,
+    weights: Weights,
+    gradient: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    deterministic: bool,
+) -> Tensor | None:
+    """Write the gradients of q, k and v, given the output and log-sum-exp over all parts; return that of the sinks.
+
+    `gradients` are tensors of the shapes of q, k and v, or parts of one contiguous tensor of packed heads.
+    """
     from flash_attn.cute.interface import _flash_attn_bwd
 
     q, k, v, scale, causal, lengths, _ = part
-    dq, dk, dv = gradients
-    named = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
+    named = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic, **weights.named(causal)}
     if lengths is None:
-        _flash_attn_bwd(q, k, v, output, gradient, sums.contiguous(), **named, dq=dq, dk=dk, dv=dv)
-        return
-    dq, dk, dv = (x.view(x.shape[0] * x.shape[1], *x.shape[2:]) for x in gradients)  # never copies
-    named |= {"dq": dq, "dk": dk, "dv": dv, **_stretches(q, k, lengths)}
-    rows = _rows(q, k, v, output.contiguous(), gradient.contiguous())
-    _flash_attn_bwd(*rows, sums.transpose(0, 1).flatten(1).contiguous(), **named)
+        rows, sums = [q, k, v, output, gradient], sums.contiguous()
+    else:
+        gradients = tuple(x.view(-1, *x.shape[2:]) for x in gradients)  # type: ignore[assignment]  # never copies
+        named |= _stretches(q, k, lengths)
+        rows = _rows(q, k, v, output.contiguous(), gradient.contiguous())
+        sums = sums.transpose(0, 1).flatten(1).contiguous()
+    into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    found = _flash_attn_bwd(*rows, sums, **named, **into)
+    return None if weights.sinks is None else found[3]
 
 
 def _split(heads: Tensor, num_heads: int) -> Parts:
@@ -257,4 +309,6 @@ class FourthParts(AttentionParts):
         self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
-        return differentiate(part, grad, output, log_sum_exp, self.deterministic)
+        dq, dk, dv = (x.new_empty(x.shape) for x in part[:3])
+        _differentiate_into((dq, dk, dv), part, PLAIN, grad, output, log_sum_exp, self.deterministic)
+        return dq, dk, dv

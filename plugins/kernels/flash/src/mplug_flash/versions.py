@@ -1,7 +1,7 @@
 """The versions of flash-attn: which are installed, and the limits of each."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site
-from mplug_nn.specification import DOCUMENTS, FULL, LOG_SUM_EXP
+from mplug_nn.specification import DOCUMENTS, FULL, LOG_SUM_EXP, SINKS, SOFT_CAP, WINDOW
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -26,8 +26,8 @@ class Version:
     """A version of flash-attn: the distributions that contain it, its module, and its limits.
 
     `chips` are the major compute capabilities on which it has a backward pass. `head_dims` are the smallest and the
-    largest head dim. `parts` says whether forward and backward can be called separately, with the log-sum-exp of the
-    whole.
+    largest head dim. `serves` are the needs that it serves beyond the plain case, and `chips_of` the major compute
+    capabilities for some of them, if they are fewer. `rate` is that of `Offer.rate`; only version 4's is measured.
     """
 
     number: int
@@ -35,8 +35,10 @@ class Version:
     module: str
     chips: tuple[int, ...]
     head_dims: tuple[int, int]
+    rate: float = 0.0
     dropout: bool = False
-    parts: bool = False
+    serves: frozenset[str] = frozenset({DOCUMENTS, FULL})
+    chips_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -59,16 +61,23 @@ def _is_installed(distribution: str) -> bool:
 
 VERSIONS = {
     4: Version(
-        4, ("flash-attn-4",), "flash_attn.cute.interface", chips=(9, 10, 11, 12), head_dims=(64, 128), parts=True
+        4,
+        ("flash-attn-4",),
+        "flash_attn.cute.interface",
+        chips=(9, 10, 11, 12),
+        head_dims=(64, 128),
+        rate=588.0,
+        serves=frozenset({DOCUMENTS, FULL, LOG_SUM_EXP, WINDOW, SOFT_CAP, SINKS}),
+        chips_of=dict.fromkeys((WINDOW, SOFT_CAP, SINKS), (9, 10, 11)),
     ),
-    3: Version(3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256)),
-    2: Version(2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), dropout=True),
+    3: Version(
+        3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256), rate=550.0
+    ),
+    2: Version(
+        2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), rate=350.0, dropout=True
+    ),
 }
-
-
-ALWAYS_OFFERED = (DOCUMENTS, FULL)
-"""Needs that every version serves beyond the plain case."""
-SERVED = frozenset({*ALWAYS_OFFERED, LOG_SUM_EXP})
+SERVED = frozenset().union(*(version.serves for version in VERSIONS.values()))
 """Needs that some version serves."""
 
 
@@ -104,11 +113,15 @@ def _unfit(site: Site, run: "Run") -> str:
 
 def _limit(candidate: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
     narrow, wide = candidate.head_dims
-    if reason := site.lacking(SERVED if candidate.parts else ALWAYS_OFFERED):
+    if reason := site.lacking(candidate.serves):
         return f"does not support the site: {reason}"
+    chip = ".".join(map(str, capability))
     if capability[0] not in candidate.chips:
-        chip, last = ".".join(map(str, capability)), max(candidate.chips)
+        last = max(candidate.chips)
         return f"supports compute capabilities {min(candidate.chips)}.0 to {last}.x, and this GPU has {chip}"
+    for need in sorted(site.needs & candidate.chips_of.keys()):
+        if capability[0] not in (chips := candidate.chips_of[need]):
+            return f"supports {need} on compute capabilities {min(chips)}.0 to {max(chips)}.x, and this GPU has {chip}"
     if not narrow <= site.module.head_dim <= wide or site.module.head_dim % 8:
         return f"supports head dims of {narrow} to {wide} in steps of 8, and this head dim is {site.module.head_dim}"
     if site.module.dropout > 0 and not candidate.dropout:

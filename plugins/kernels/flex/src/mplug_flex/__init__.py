@@ -1,5 +1,6 @@
 """Attention by torch's flex_attention: one fused kernel for everything that a specification can ask for."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
@@ -8,6 +9,10 @@ from mplug import Offer, Site, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Run
+
+
+RATE = 150.0
+"""`Offer.rate` on a GPU, not measured; on a CPU, where it is not compiled, it does not compete."""
 
 
 class Flex:
@@ -30,8 +35,12 @@ class Flex:
         from mplug_flex.attention import attention
         from mplug_flex.limits import OFFERED, supports
 
-        return [Offer({"Attention.core": attention}, supports, note=_note, serves=OFFERED)]
+        supplier = {"Attention.core": attention}
+        return [
+            Offer(supplier, partial(supports, "cuda"), serves=OFFERED, rate=RATE),
+            Offer(supplier, partial(supports, "cpu"), note=_note, serves=OFFERED),
+        ]
 
 
 def _note(site: Site, run: "Run") -> str:
-    return "not compiled on a CPU" if run.device == "cpu" else ""
+    return "not compiled on a CPU"

@@ -46,8 +46,13 @@ OFFERED = (
 )
 
 
-def supports(site: Site, run: "Run") -> bool | str:
-    """True if flex_attention computes the site in this run; else the reason why it does not."""
+def supports(device: str, site: Site, run: "Run") -> bool | str:
+    """True if flex_attention computes the site in this run on 'cpu' or 'cuda'; else the reason why it does not.
+
+    The offer for 'cuda' says why runs on other devices are refused. False: the other offer answers.
+    """
+    if (run.device == "cpu") != (device == "cpu"):
+        return False
     if {DOCUMENTS, KEY_LENGTH} <= site.needs:
         return "it supports documents only if there are as many keys as queries, and this site needs 'key length'"
     spec = site.module.spec

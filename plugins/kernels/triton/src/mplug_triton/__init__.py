@@ -23,6 +23,8 @@ TURNING = frozenset({"scaled rotary", "coordinate rotary"})
 SWIGLU = "swiglu"
 WIDEST_HEAD = 256
 """Maximum width of a head, in elements, whose tiles attention holds in shared memory."""
+RATE = 220.0
+"""`Offer.rate` of attention: measured with windows (benchmarks/windows.py)."""
 AMPERE = (8, 0)
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
@@ -57,7 +59,7 @@ class Triton:
         served = {needs.FULL, needs.DOCUMENTS, needs.WINDOW, needs.SOFT_CAP, needs.SINKS, needs.POSITION_GROUPS}
         served |= {needs.KEY_LENGTH, *needs.CAPABILITIES}
         return [
-            Offer({"Attention.core": attention}, supports_attention, serves=served, optional=True),
+            Offer({"Attention.core": attention}, supports_attention, serves=served, optional=True, rate=RATE),
             Offer({"LargestLogits.maximum": maximum}, supports_largest_logits, serves=HIDING, optional=True),
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
@@ -70,9 +72,10 @@ class Triton:
 def supports_attention(site: Site, run: "Run") -> bool | str:
     """True for heads up to WIDEST_HEAD without dropout, on a GPU from Ampere on or in Triton's interpreter.
 
-    False if the user did not choose a kernel for attention; for other sites the reason.
+    For other sites the reason, or False if the config does not name a kernel for attention.
     """
-    return "attention" in run.config.kernels.kinds and (_reason_against_attention(site, run) or True)
+    reason = _reason_against_attention(site, run)
+    return (reason if "attention" in run.config.kernels.kinds else False) if reason else True
 
 
 def supports_largest_logits(site: Site, run: "Run") -> bool | str:

@@ -60,6 +60,15 @@ class ExpertParallel:
                 )
             return self
 
+        @model_validator(mode="after")
+        def _has_buffers_for_room(self) -> Self:
+            if self.room != type(self).model_fields["room"].default and self.dispatch not in BOUNDED:
+                raise ValueError(
+                    f"room={self.room:g} is for dispatch=bounded and symmetric, and dispatch is {self.dispatch}; set "
+                    f"dispatch=bounded, or remove room"
+                )
+            return self
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.bounds: Bounds | None = None

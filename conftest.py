@@ -36,19 +36,23 @@ HEAVY = {"datasets", "energon", "flash", "fp8", "huggingface", "mlflow", "quack"
 """Plugins whose libraries take long to import."""
 
 
-def modules_of_plugins() -> list[str]:
-    """Every module of the bundled plugins but the heavy ones: workers of `mplug_testing` start with them imported."""
-    packages = sorted(Path(__file__).parent.glob("plugins/*/*/src/*"))
+def bundled_modules() -> list[str]:
+    """Every module of the host, of the distributions beside it and of the plugins, but the heavy ones.
+
+    Workers of `mplug_testing` and the processes of the fixture `cli` start with them imported.
+    """
+    root = Path(__file__).parent
+    packages = sorted([*root.glob("*/src/*"), *root.glob("plugins/*/*/src/*"), root / "mplug"])
     files = [file for one in packages if one.parent.parent.name not in HEAVY for file in one.rglob("*.py")]
     names = (".".join(file.relative_to(_source_of(file)).with_suffix("").parts) for file in files)
     return sorted({name.removesuffix(".__init__") for name in names if not name.endswith("__main__")})
 
 
 def _source_of(file: Path) -> Path:
-    return next(folder for folder in file.parents if folder.name == "src")
+    return next(folder for folder in file.parents if folder.name == "src" or (folder / "conftest.py").exists())
 
 
-PRELOAD.extend(modules_of_plugins())
+PRELOAD.extend([*bundled_modules(), "rich.progress", "safetensors.torch"])
 
 WIDE = {
     "compile": "longer tests of compiled units, the yardstick of `mplug bench`, and a benchmark of mixers",

@@ -23,6 +23,7 @@ from warm import forking_modules
 
 from mplug_testing.workers import PRELOAD
 
+gc.disable()  # until all tests are collected: what their modules make, stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.setdefault("MPLUG_CHECK_EXCHANGES", "1")  # ranks compare what they exchange as flat buffers
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -179,6 +180,7 @@ def pytest_collection_finish() -> None:
     """Leave the modules and the tests themselves out of garbage collections: some tests collect many times."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

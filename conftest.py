@@ -118,15 +118,34 @@ INHERITED = {
     "test_micro_batches_may_differ_in_size": ("layouts", {"dp", "pp", "zero"}),
 }
 """Tests of suites that repeat a run of the same layout or blocks: the wide set, and the plugins that stay quick."""
+CASES = {
+    "test_it_resumes_exactly": ("data", {"train-(4, 2)", "validation-(1, 4)"}),
+    "test_a_layout_computes_what_one_process_does": (
+        "layouts",
+        {"tp2", "cp2", "pp2", "pp2 parallel.pp.schedule=zb-h1"},
+    ),
+}
+"""Tests of suites with cases that differ little: the wide set, and the cases that stay quick."""
+OF_FIRST = {"test_neither_importing_nor_configuring_it_imports_torch", TRYING_FIELDS}
+"""Tests of suites about what all variants of a plugin have: only the first suite of the plugin is quick."""
+FIRST: dict[str, type] = {}
+"""The first suite of each plugin, in the order of the collection."""
 
 
 def wide_by_rule(item: pytest.Item) -> set[str]:
-    """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt."""
+    """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt.
+
+    INHERITED, CASES and OF_FIRST list what suites repeat.
+    """
     suite = getattr(item, "cls", None)
     plugin = getattr(suite, "plugin", "").rpartition("/")[2]
     name = getattr(item, "originalname", item.name)
     if plugin and name in INHERITED and plugin not in INHERITED[name][1]:
         return {INHERITED[name][0]}
+    if plugin and name in CASES and item.callspec.id not in CASES[name][1]:  # type: ignore[attr-defined]
+        return {CASES[name][0]}
+    if plugin and name in OF_FIRST and FIRST.setdefault(suite.plugin, suite) is not suite:
+        return {"suites"}
     is_costly = plugin != "gpt" and not RUNS_PER_FIELD.isdisjoint({plugin, getattr(suite, "kind", "")})
     return {"suites"} if is_costly and item.name == TRYING_FIELDS else set()
 

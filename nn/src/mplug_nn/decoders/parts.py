@@ -208,7 +208,8 @@ class ExpertsConfig:
 
     def _arguments_of(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The fields that are arguments of a function."""
-        return {name: value for name, value in vars(self).items() if name in signature(function).parameters}
+        arguments = signature(function).parameters
+        return {name: value for name, value in vars(self).items() if name in arguments}
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(("sample", "expected"), BY_HAND.items(), ids=str)
+@pytest.mark.parametrize(("sample", "expected"), BY_HAND.items(), ids=["end", "room", "most room", "limit", "close"])
 def test_small_samples_are_divided_as_the_rules_say(
     sample: tuple[tuple[int, ...], int, int], expected: tuple[list[range], ...]
 ) -> None:

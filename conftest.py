@@ -23,6 +23,7 @@ from warm import forking_modules
 
 from mplug_testing.workers import PRELOAD
 
+gc.disable()  # until all tests are collected: what their modules make, stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.setdefault("MPLUG_CHECK_EXCHANGES", "1")  # ranks compare what they exchange as flat buffers
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -36,19 +37,23 @@ HEAVY = {"datasets", "energon", "flash", "fp8", "huggingface", "mlflow", "quack"
 """Plugins whose libraries take long to import."""
 
 
-def modules_of_plugins() -> list[str]:
-    """Every module of the bundled plugins but the heavy ones: workers of `mplug_testing` start with them imported."""
-    packages = sorted(Path(__file__).parent.glob("plugins/*/*/src/*"))
+def bundled_modules() -> list[str]:
+    """Every module of the host, of the distributions beside it and of the plugins, but the heavy ones.
+
+    Workers of `mplug_testing` and the processes of the fixture `cli` start with them imported.
+    """
+    root = Path(__file__).parent
+    packages = sorted([*root.glob("*/src/*"), *root.glob("plugins/*/*/src/*"), root / "mplug"])
     files = [file for one in packages if one.parent.parent.name not in HEAVY for file in one.rglob("*.py")]
     names = (".".join(file.relative_to(_source_of(file)).with_suffix("").parts) for file in files)
     return sorted({name.removesuffix(".__init__") for name in names if not name.endswith("__main__")})
 
 
 def _source_of(file: Path) -> Path:
-    return next(folder for folder in file.parents if folder.name == "src")
+    return next(folder for folder in file.parents if folder.name == "src" or (folder / "conftest.py").exists())
 
 
-PRELOAD.extend(modules_of_plugins())
+PRELOAD.extend([*bundled_modules(), "rich.progress", "safetensors.torch"])
 
 WIDE = {
     "compile": "longer tests of compiled units, the yardstick of `mplug bench`, and a benchmark of mixers",
@@ -113,15 +118,34 @@ INHERITED = {
     "test_micro_batches_may_differ_in_size": ("layouts", {"dp", "pp", "zero"}),
 }
 """Tests of suites that repeat a run of the same layout or blocks: the wide set, and the plugins that stay quick."""
+CASES = {
+    "test_it_resumes_exactly": ("data", {"train-(4, 2)", "validation-(1, 4)"}),
+    "test_a_layout_computes_what_one_process_does": (
+        "layouts",
+        {"tp2", "cp2", "pp2", "pp2 parallel.pp.schedule=zb-h1"},
+    ),
+}
+"""Tests of suites with cases that differ little: the wide set, and the cases that stay quick."""
+OF_FIRST = {"test_neither_importing_nor_configuring_it_imports_torch", TRYING_FIELDS}
+"""Tests of suites about what all variants of a plugin have: only the first suite of the plugin is quick."""
+FIRST: dict[str, type] = {}
+"""The first suite of each plugin, in the order of the collection."""
 
 
 def wide_by_rule(item: pytest.Item) -> set[str]:
-    """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt."""
+    """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt.
+
+    INHERITED, CASES and OF_FIRST list what suites repeat.
+    """
     suite = getattr(item, "cls", None)
     plugin = getattr(suite, "plugin", "").rpartition("/")[2]
     name = getattr(item, "originalname", item.name)
     if plugin and name in INHERITED and plugin not in INHERITED[name][1]:
         return {INHERITED[name][0]}
+    if plugin and name in CASES and item.callspec.id not in CASES[name][1]:  # type: ignore[attr-defined]
+        return {CASES[name][0]}
+    if plugin and name in OF_FIRST and FIRST.setdefault(suite.plugin, suite) is not suite:
+        return {"suites"}
     is_costly = plugin != "gpt" and not RUNS_PER_FIELD.isdisjoint({plugin, getattr(suite, "kind", "")})
     return {"suites"} if is_costly and item.name == TRYING_FIELDS else set()
 
@@ -175,6 +199,7 @@ def pytest_collection_finish() -> None:
     """Leave the modules and the tests themselves out of garbage collections: some tests collect many times."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

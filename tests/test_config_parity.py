@@ -132,7 +132,7 @@ NOTED: dict[str, tuple[str, Fields]] = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.wide("configs"))])
 def test_what_few_generated_configs_have_is_computed_as_the_library_does(name: str, seed: int, tmp_path: Path) -> None:
     kind, fields = NOTED[name]
     case = Case({"architectures": [ARCHITECTURES[kind]], "model_type": kind, **fields}, seed)

@@ -137,6 +137,13 @@ def eager(net: Net) -> Callable[..., Tensor]:
     [(1, eager), (2, eager), (4, eager), (2, recomputed), (3, compiled)],
     ids=["1", "2", "4", "recomputed", "compiled"],
 )
+@pytest.mark.wide(
+    "compile",
+    quick=[
+        "compiled-supplied",
+        *(f"{how}-{gemm}" for how in (1, 2, 4, "recomputed") for gemm in ("default", "supplied")),
+    ],
+)
 def test_sinks_hold_the_sums_of_a_step_and_announce_each_once_in_its_last_backward_pass(
     number: int, how: Callable[[Net], Callable[..., Tensor]], gemm: Gemm
 ) -> None:

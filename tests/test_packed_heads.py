@@ -132,7 +132,6 @@ COMPILERS = ["never", "aot_eager", pytest.param("inductor", marks=pytest.mark.wi
     "compile",
     quick=[
         "causal-documents-aot_eager",
-        "full-one document-aot_eager",
         "causal-documents-never",
         "full-documents-never",
         "causal-one document-never",

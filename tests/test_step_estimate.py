@@ -41,6 +41,7 @@ def test_the_least_duration_is_the_work_over_the_speed_if_it_is_long(monkeypatch
     run = tiny_run(SIZES)
     model = build_model(run)
     flops = model.flops.of(512, 8 * 64**2)
+    monkeypatch.setattr(step_estimate, "SLOWEST_FLOPS", 0.1)
     monkeypatch.setattr(step_estimate, "_cpu_tflops", lambda _: flops / 7e12)  # 7 seconds per step
     assert "; at least 7 s by this CPU's speed, 11:40 for 100 steps" in about_step(run, model, None)
     assert "at least" not in about_step(run, model, None, done=50)
@@ -51,6 +52,13 @@ def test_the_least_duration_is_the_work_over_the_speed_if_it_is_long(monkeypatch
     assert about_step(run, model, None).endswith("at least 1:10 at the GPUs' peak, 1:56:40 for 100 steps")
     monkeypatch.setattr(step_estimate, "peak_tflops", lambda _: None)
     assert about_step(run, model, None).endswith("4 micro batches")
+
+
+def test_no_speed_is_measured_for_a_run_that_is_short_at_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(step_estimate, "_cpu_tflops")
+    assert about().endswith("4 micro batches")
+    with pytest.raises(NameError, match="_cpu_tflops"):
+        about(**{"trainer.steps": 10**6})
 
 
 def test_a_cpu_is_measured_and_its_processes_share_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def checkpoints(directory: Path) -> list[int]:
 
 
 def test_accumulating_micro_batches_gives_the_numbers_of_one_batch(tmp_path: Path, fields: list[str]) -> None:
-    fields = [*fields, "model.dropout=0.1", "trainer.steps=20", "trainer.precision=fp64"]
+    fields = [*fields, "model.dropout=0.1", "trainer.steps=6", "trainer.precision=fp64"]
     for size in (1, 2, 4):
         trained(tmp_path / str(size), fields, f"trainer.micro_batch_size={size}")
     found = [[(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / str(size))] for size in (1, 2, 4)]

@@ -170,7 +170,8 @@ CALLER = """
 import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from mplug_testing import run_workers
+from mplug_testing import run_workers, workers
+workers.PRELOAD.clear()
 def hang(folder):
     (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
     time.sleep(600)

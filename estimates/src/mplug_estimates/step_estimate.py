@@ -20,6 +20,8 @@ ENOUGH_SECONDS = 0.005
 """No larger product is measured after one that took so long."""
 WORTH_SAYING = 600.0
 """A least duration of a run below these seconds says little: small models spend their time on other work."""
+SLOWEST_FLOPS = 1e8
+"""FLOP/s that every CPU reaches; its speed is not measured for a run that is short even at this one."""
 SHORT_OF = 0.95
 """The part of a stated memory that a GPU must have: a GPU of 80 GB states a little more or less."""
 
@@ -32,9 +34,12 @@ def about_step(run: "Run", model: "Model", world: "World | None", done: int = 0)
     words = f"a step: {ramp}{size:,} sample{'s' * (size != 1)} of {length:,} tokens ({size * length:,} tokens)"
     if count > 1:
         words += f", {count} micro batches{' on each rank' if run.mesh.world_size > 1 else ''}"
-    speed = _tflops(run, world)
     left = trainer.steps - done
-    seconds = 0.0 if speed is None else model.flops.of(size * length, size * length**2) / (speed * 1e12)
+    flops = model.flops.of(size * length, size * length**2)
+    if run.device == "cpu" and flops * left < WORTH_SAYING * SLOWEST_FLOPS:
+        return words
+    speed = _tflops(run, world)
+    seconds = 0.0 if speed is None else flops / (speed * 1e12)
     if seconds * left < WORTH_SAYING:
         return words
     source = "by this CPU's speed" if run.device == "cpu" else "at the GPUs' peak"

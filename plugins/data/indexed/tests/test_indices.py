@@ -39,6 +39,9 @@ BENCHMARK = script("benchmarks/megatron_data.py")
 """It has made the record: how its cases are made is written there only."""
 
 
+EVERY = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.wide("data"))], ids=["some", "all"])
+
+
 def test_the_recorded_cases_cover_every_rule() -> None:
     cases = RECORDED["indices"]
     assert len(cases) == 1000
@@ -47,8 +50,9 @@ def test_the_recorded_cases_cover_every_rule() -> None:
         assert {case[name] for case in cases} == values
 
 
-def test_the_three_indices_of_a_thousand_cases_are_those_of_megatron() -> None:
-    for case in RECORDED["indices"]:
+@EVERY
+def test_the_three_indices_of_a_thousand_cases_are_those_of_megatron(every: int) -> None:
+    for case in RECORDED["indices"][::every]:
         lengths = BENCHMARK.lengths_of(case)
         sequences = range(case["first"], len(lengths))
         cut = Cut(case["seq_length"], case["extra"], case["keep_rest"])
@@ -57,11 +61,12 @@ def test_the_three_indices_of_a_thousand_cases_are_those_of_megatron() -> None:
         assert BENCHMARK.hashed(*found) == case["indices"], case
 
 
-def test_samples_are_those_of_megatron(tmp_path: Path) -> None:
+@EVERY
+def test_samples_are_those_of_megatron(tmp_path: Path, every: int) -> None:
     """Tokens, labels with every mask, and positions that begin anew with each document."""
     cases = [case for case in RECORDED["indices"] if "read" in case]
     assert len(cases) > 30
-    for case in cases:
+    for case in cases[:: min(every, 3)]:
         prefix = BENCHMARK.write_case(tmp_path / str(case["seed"]), case)
         loader = BENCHMARK.our_loader(prefix, case, case["samples"], tmp_path / "cache")
         assert BENCHMARK.hashed(*BENCHMARK.our_samples(loader)) == case["read"], case

@@ -162,15 +162,15 @@ LAYOUTS = {
     "ep2dp4": {"model.num_experts": 4, "model.num_experts_per_token": 2},
 }
 CASES = [
-    ("dp4", "transient", "a transient fault of rank 2 on"),
-    ("dp4", "sample", "only for sample 13 of"),
+    pytest.param("dp4", "transient", "a transient fault of rank 2 on", marks=pytest.mark.wide("layouts")),
+    pytest.param("dp4", "sample", "only for sample 13 of", marks=pytest.mark.wide("layouts")),
     ("tp2dp2", "program", "in its output 'hidden', on rank 0 on"),
     (
         "pp2dp2",
         "backward",
         "unit 'blocks.1' is the first one with a value that is not finite, in the gradient of its input",
     ),
-    ("pp2dp2", "transient", "a transient fault of rank 2 on"),
+    pytest.param("pp2dp2", "transient", "a transient fault of rank 2 on", marks=pytest.mark.wide("layouts")),
     ("fsdp4", "transient", "a transient fault of rank 2 on"),
     ("cp2dp2", "sample", "only for sample 13 of"),
     ("zero2tp2", "program", "for all"),

@@ -103,7 +103,7 @@ def slow_run(settings: Mapping[str, Any], slow: Slow, directory: str) -> tuple[s
 @pytest.mark.parametrize(
     ("layout", "kind", "words"),
     [
-        ("dp4", "compute", "it computes for"),
+        pytest.param("dp4", "compute", "it computes for", marks=pytest.mark.wide("layouts")),
         ("tp2dp2", "compute", "it computes for"),
         ("dp4", "data", "it waits for data for"),
         ("dp2tp2", "host", "it runs Python for"),

@@ -28,6 +28,16 @@ CASES = [
 ]
 
 
+IN_EVERY_TYPE = [
+    "test_values_and_gradients_are_those_of_plain_torch",
+    "test_tensors_that_are_not_contiguous_give_the_same",
+    "test_inputs_are_left_as_they_were",
+    "test_the_same_call_gives_the_same_bits",
+]
+"""Plain torch beside itself: a type alone makes no difference there."""
+
+
+@pytest.mark.wide("suites", tests=IN_EVERY_TYPE, quick=["fp32"])
 class TestReference(KernelSuite):
     plugin = "reference"
 

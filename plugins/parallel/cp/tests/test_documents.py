@@ -86,6 +86,35 @@ def test_equal_short_documents_are_whole_and_long_ones_take_as_many_ranks_as_the
     assert [len(ranks) for ranks in of_documents((96, 96, 32, 32), 4, 10_000)] == [2, 2, 2, 2]
 
 
+def test_the_pairs_of_a_part_are_those_that_one_counts() -> None:
+    assert pairs_of(2, 5) == 3 + 4 + 5
+
+
+BY_HAND = {
+    # a portion of one token is from the end, and a whole document lies where there is room
+    ((3, 1), 2, 1000): ([range(2, 4)], [range(2)]),
+    # ranks with the fewest pairs are first, and of those the ranks with the most room
+    ((4, 4), 4, 1000): ([range(1), range(3, 4)], [range(1, 3)], [range(4, 5), range(7, 8)], [range(5, 7)]),
+    # where no equal portions fit, the rank with the most room is filled first
+    ((3, 3), 3, 1000): ([range(2, 3), range(4, 5)], [range(2)], [range(3, 4), range(5, 6)]),
+    # the limit of pairs takes more ranks than the length, and the second document ranks by their pairs
+    ((4, 2), 3, 1): ([range(3, 5)], [range(2, 3), range(5, 6)], [range(2)]),
+    # the busiest rank has exactly the 94 pairs that are close enough, so 63 exchanged tokens are better than 72
+    ((9, 8, 19), 3, 16): (
+        [range(2), range(7, 9), range(11, 12), range(13, 14), range(17, 20), range(33, 36)],
+        [range(2, 7), range(12, 13), range(20, 23), range(30, 33)],
+        [range(9, 11), range(14, 17), range(23, 30)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("sample", "expected"), BY_HAND.items(), ids=["end", "room", "most room", "limit", "close"])
+def test_small_samples_are_divided_as_the_rules_say(
+    sample: tuple[tuple[int, ...], int, int], expected: tuple[list[range], ...]
+) -> None:
+    assert divided(*sample) == tuple(map(tuple, expected))
+
+
 def test_long_tailed_documents_leave_ranks_close_to_equal_work() -> None:
     draw, equal_length = random.Random(3), 53_000
     for size in (2, 8, 16):

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 import mplug_ops as ops
 from mplug import Site, Wrap
+from mplug_cp import swaps
 from mplug_cp.by_documents import by_documents
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
@@ -66,7 +67,9 @@ def around_attention(run: "Run", config: "ContextParallelConfig") -> "list[Wrap]
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
         wrap = partial(exchanged, run.group(axis), size, index)
         supports, note = partial(_has_heads, axis, None), "exchange of heads"
-        if config.head_chunks > 1:
+        if config.transport == "copy_engines":
+            swaps.exchange_by_copies(run, run.group(axis))
+        if config.head_chunks > 1 or config.transport == "copy_engines":
             wrap_chunks = partial(chunked, run.group(axis), size, index, config.head_chunks)
             needs, hides = frozenset({LOG_SUM_EXP}), partial(_has_heads, axis, True)
             wraps.append(

@@ -9,8 +9,7 @@ The all-gather of weights and the reduce-scatter of gradients are each other's d
 axis (HSDP), another strategy sums the sinks over them; a sink holds only this rank's rows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor, nn
 import mplug_ops as ops
 from mplug import GradientSink
 from mplug_fsdp.copies import Rows, UnitCopies, formats_of
+from mplug_fsdp.lane import Lane, wait_for
 from mplug_fsdp.memory import Format, Padded
+from mplug_fsdp.peer_rows import PeerRows
 from mplug_ops.transfers import join_each, sum_each
 
 if TYPE_CHECKING:
@@ -34,39 +35,12 @@ class Formats(NamedTuple):
     sums: torch.dtype
 
 
-class Lane:
-    """The stream of all collectives, in the order in which they start; on a CPU, a collective has finished at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        high = -1  # so that copies and collectives start although products fill the device
-        self._stream = torch.cuda.Stream(device, priority=high) if device.type == "cuda" else None
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the block on this stream, after everything that has been launched on the current one."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> "torch.cuda.Event | None":
-        """The end of everything that has been launched on this stream."""
-        return None if self._stream is None else self._stream.record_event()
-
-
-def wait_for(event: "torch.cuda.Event | None") -> None:
-    """Let the current stream wait for an event of the lane."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
 class Gathered:
     """The parameters of a unit, or of units that share one.
 
     Modules hold the whole parameters between `gather` and `free`, and the rows at rest: a whole parameter is never
-    visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet.
+    visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet. With `peers`,
+    weights travel by copies between GPUs, otherwise by messages of the group.
     """
 
     def __init__(
@@ -76,6 +50,7 @@ class Gathered:
         lane: Lane,
         formats: Formats,
         device: torch.device,
+        peers: PeerRows | None = None,
     ) -> None:
         self._group, self._lane, self._device = group, lane, device
         self._plain, cast = ([one for one in rows if (one.copies is None) is plain] for plain in (True, False))
@@ -84,6 +59,7 @@ class Gathered:
         travelling = [Format(one.shape, formats.weights) for one in self._plain]
         travelling += [form for one in cast if one.copies is not None for form in formats_of(one.copies)]
         self._weights = Padded(travelling, size, rank, device)
+        self._peers, self._number = peers, peers.add(self._weights.parts) if peers is not None else 0
         gathered = self._weights.whole[len(self._plain) :]
         self._copies = UnitCopies(cast, gathered, formats.weights, group, device) if cast else None
         whole = [
@@ -122,6 +98,9 @@ class Gathered:
         self._put(self._parameters)
         if self._copies is not None:
             self._copies.show()
+        if self._peers is not None:
+            self._arrived = self._peers.gather(self._number, self._weights.parts, self._write)
+            return
         with self._lane.entered():
             parts, sent = self._weights.parts, self._rounded()
             if self._copies is not None:  # in one launch, which requires one dtype
@@ -157,6 +136,18 @@ class Gathered:
         self._is_rounded = all(sink.stale for sink in self._totals)
         return sent
 
+    def _write(self, places: list[Tensor]) -> None:
+        """Write what this rank sends, its rows [n] in the precision of the weights and its copies, to these places."""
+        num = len(self._plain)  # copies follow
+        own = [(place, one.values.detach()) for place, one in zip(places[:num], self._plain, strict=True)]
+        own = [(place[: values.numel()].view_as(values), values) for place, values in own if values.numel()]
+        if own:
+            sources = [values.to(self._device, non_blocking=True) for _, values in own]  # from CPU memory
+            torch._foreach_copy_([place for place, _ in own], sources)
+        if self._copies is not None:
+            for place, copy in zip(places[num:], self._copies.cast(), strict=True):
+                place.copy_(copy)
+
     def _overwritten(self, _: GradientSink) -> None:
         self._is_rounded = False
 
@@ -166,6 +157,8 @@ class Gathered:
         self._is_rounded = False
         if self._copies is not None:
             self._copies.forget()
+        if self._peers is not None:
+            self._peers.forget()
 
     def wait(self) -> None:
         """Let the current stream wait for the weights."""

@@ -16,8 +16,10 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, rounding_of_sums
+from mplug_fsdp import peer_rows
 from mplug_fsdp.copies import Place, Rows
-from mplug_fsdp.gathered import Formats, Gathered, Lane
+from mplug_fsdp.gathered import Formats, Gathered
+from mplug_fsdp.lane import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +35,10 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     """Let this rank's units compute with parameters that are gathered for each call."""
     device = torch.device(run.device)
     lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
-    copies = gathered_copies(run, model)
+    copies, peers = gathered_copies(run, model), None
+    if config.transport == "copy_engines":
+        peer_rows.require_copies(run, group)
+        peers = peer_rows.PeerRows(group, lane, device)
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
     last = model.plan.units[-1].name
@@ -42,7 +47,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
         items = ops.in_order((ops.Item(name, ()) for name in together), model.placements)
         rows = [_rows(run, model, one.name, places, copies.get(one.name)) for one in items]
         is_last_alone = elsewhere.isdisjoint(together)
-        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last_alone), device))
+        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last_alone), device, peers))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
     schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))
     for name, method in dict.fromkeys((one.name, one.method) for one in (*model.own_units, *model.plan.inference)):

@@ -21,6 +21,7 @@ from mplug_fsdp.copies import Rows, UnitCopies, formats_of
 from mplug_fsdp.lane import Lane, wait_for
 from mplug_fsdp.memory import Format, Padded
 from mplug_fsdp.peer_rows import PeerRows
+from mplug_fsdp.peer_sums import PeerSums
 from mplug_ops.transfers import join_each, sum_each
 
 if TYPE_CHECKING:
@@ -35,12 +36,19 @@ class Formats(NamedTuple):
     sums: torch.dtype
 
 
+class Peers(NamedTuple):
+    """The memories of GPUs through which weights and sums of gradients travel, instead of messages of the group."""
+
+    rows: PeerRows
+    sums: PeerSums
+
+
 class Gathered:
     """The parameters of a unit, or of units that share one.
 
     Modules hold the whole parameters between `gather` and `free`, and the rows at rest: a whole parameter is never
     visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet. With `peers`,
-    weights travel by copies between GPUs, otherwise by messages of the group.
+    all of them travel by copies between GPUs, otherwise by messages of the group.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class Gathered:
         lane: Lane,
         formats: Formats,
         device: torch.device,
-        peers: PeerRows | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._group, self._lane, self._device = group, lane, device
         self._plain, cast = ([one for one in rows if (one.copies is None) is plain] for plain in (True, False))
@@ -59,7 +67,7 @@ class Gathered:
         travelling = [Format(one.shape, formats.weights) for one in self._plain]
         travelling += [form for one in cast if one.copies is not None for form in formats_of(one.copies)]
         self._weights = Padded(travelling, size, rank, device)
-        self._peers, self._number = peers, peers.add(self._weights.parts) if peers is not None else 0
+        self._peers, self._number = peers, peers.rows.add(self._weights.parts) if peers is not None else 0
         gathered = self._weights.whole[len(self._plain) :]
         self._copies = UnitCopies(cast, gathered, formats.weights, group, device) if cast else None
         whole = [
@@ -75,6 +83,11 @@ class Gathered:
             GradientSink(one.name, new, gradient)
             for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
         ]
+        self._sent_dtype = formats.sums
+        if peers is not None:
+            if torch.promote_types(formats.gradients, formats.sums) == formats.sums:
+                self._sent_dtype = formats.gradients  # widened where it arrives
+            peers.sums.make_room([part.shape[1:] for part in self._gradients.parts], self._sent_dtype)
         self._totals = [one.sink for one in rows if one.sink is not None]
         self._exchanges = [
             ops.Exchange("weights of a unit", group, (ops.Item(one.name, one.shape) for one in rows)),
@@ -99,7 +112,7 @@ class Gathered:
         if self._copies is not None:
             self._copies.show()
         if self._peers is not None:
-            self._arrived = self._peers.gather(self._number, self._weights.parts, self._write)
+            self._arrived = self._peers.rows.gather(self._number, self._weights.parts, self._write)
             return
         with self._lane.entered():
             parts, sent = self._weights.parts, self._rounded()
@@ -158,7 +171,7 @@ class Gathered:
         if self._copies is not None:
             self._copies.forget()
         if self._peers is not None:
-            self._peers.forget()
+            self._peers.rows.forget()
 
     def wait(self) -> None:
         """Let the current stream wait for the weights."""
@@ -199,18 +212,24 @@ class Gathered:
             if sink.stale:  # the pass has not used this parameter
                 sink.buffer.zero_()
         with self._lane.entered():
-            parts = [part.to(self._sum_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
+            parts = [part.to(self._sent_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
             totals = [self._place_of_sum(part, sink) for part, sink in zip(parts, self._totals, strict=True)]
-            sum_each(totals, parts, self._group)
+            if self._peers is not None:
+                self._peers.sums.sum_each(totals, parts)
+            else:
+                sum_each(totals, parts, self._group)
             for total, sink in zip(totals, self._totals, strict=True):
                 rows = total[: sink.buffer.numel()].view_as(sink.buffer)
                 sink.contribute(_brought(rows, sink.buffer.device))
             self._summed = self._lane.mark()
 
     def _place_of_sum(self, part: Tensor, sink: GradientSink) -> Tensor:
-        """The buffer of a sink itself, if a sum fits there and is the first of a step; otherwise own part."""
+        """The buffer of a sink, if a sum fits there and is the first of a step; otherwise own part, or new memory."""
         own, buffer = part[self._group.rank()], sink.buffer.flatten()
-        return buffer if sink.stale and _can_replace(buffer, own) else own
+        wanted = own.numel(), self._sum_dtype, own.device
+        if sink.stale and (buffer.numel(), buffer.dtype, buffer.device) == wanted:
+            return buffer
+        return own if own.dtype == self._sum_dtype else own.new_empty(own.shape, dtype=self._sum_dtype)
 
     def release(self) -> None:
         """Let the current stream wait for the sum, and free the memory of the gradients."""

@@ -18,8 +18,9 @@ import mplug_ops as ops
 from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, rounding_of_sums
 from mplug_fsdp import peer_rows
 from mplug_fsdp.copies import Place, Rows
-from mplug_fsdp.gathered import Formats, Gathered
+from mplug_fsdp.gathered import Formats, Gathered, Peers
 from mplug_fsdp.lane import Lane
+from mplug_fsdp.peer_sums import PeerSums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     copies, peers = gathered_copies(run, model), None
     if config.transport == "copy_engines":
         peer_rows.require_copies(run, group)
-        peers = peer_rows.PeerRows(group, lane, device)
+        peers = Peers(peer_rows.PeerRows(group, lane, device), PeerSums(group, lane))
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
     last = model.plan.units[-1].name

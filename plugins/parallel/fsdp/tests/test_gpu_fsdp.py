@@ -63,8 +63,9 @@ def test_four_gpus_give_the_losses_of_one(tmp_path: Path, in_fp32: list[float], 
 
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_copied_by_copy_engines_change_no_bit(tmp_path: Path, precision: str, compiler: str) -> None:
+@pytest.mark.parametrize("transport", ["transport", "sum_transport"])
+def test_copy_engines_change_no_bit(tmp_path: Path, transport: str, precision: str, compiler: str) -> None:
     how: dict[str, object] = {"trainer__precision": precision, "trainer__compile": compiler}
     how |= {"trainer__deterministic": True}
-    copied = losses(tmp_path, "copied", "fsdp2", **how, parallel__fsdp__transport="copy_engines")
+    copied = losses(tmp_path, "copied", "fsdp2", **how, **{f"parallel__fsdp__{transport}": "copy_engines"})
     assert copied == losses(tmp_path, "sent", "fsdp2", **how)

@@ -14,7 +14,8 @@ from mplug.training.assembly import build
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run, train_steps
 
-COPIES = "parallel.fsdp.transport=copy_engines"
+BOTH = {"parallel.fsdp.transport": "copy_engines", "parallel.fsdp.sum_transport": "copy_engines"}
+COPIES = " ".join(f"{name}={value}" for name, value in BOTH.items())
 SMALL: dict[str, Any] = {"model.num_layers": 3, "trainer.micro_batch_size": 1}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.tie_embeddings": True}
 
@@ -49,8 +50,7 @@ def losses(settings: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def test_copies_change_no_bit_of_messages() -> None:
-    copied = run_workers(2, losses, {**BF16, "parallel.fsdp.transport": "copy_engines"})
-    assert copied == run_workers(2, losses, BF16)
+    assert run_workers(2, losses, {**BF16, **BOTH}) == run_workers(2, losses, BF16)
 
 
 def writes(settings: dict[str, Any]) -> tuple[list[int], int, list[bool]]:
@@ -110,14 +110,15 @@ def test_the_memory_of_these_tests_notices_a_rank_that_does_not_wait() -> None:
 
 
 def test_copies_are_refused_on_a_cpu() -> None:
-    words = re.escape("copies between GPUs, and this run is on the CPU; use parallel.fsdp.transport=messages")
+    words = re.escape("copies between GPUs, and this run is on the CPU; set transport and sum_transport to messages")
     with pytest.raises(Exception, match=words):
         run_workers(2, train_steps, {**BF16, "parallel.fsdp.transport": "copy_engines"})
 
 
-@pytest.mark.parametrize(("layout", "transport"), [("fsdp2", "copy_engines"), ("fsdp2", "messages")])
-def test_a_graph_cannot_replay_copies(layout: str, transport: str) -> None:
-    run = tiny_run({"parallel.layout": layout, "parallel.fsdp.transport": transport})
+@pytest.mark.parametrize("field", ["transport", "sum_transport"])
+@pytest.mark.parametrize("value", ["copy_engines", "messages"])
+def test_a_graph_cannot_replay_copies(field: str, value: str) -> None:
+    run = tiny_run({"parallel.layout": "fsdp2", f"parallel.fsdp.{field}": value})
     (plugin,) = (one for one in run.hooks.plugins.values() if isinstance(one, FullyShardedDataParallel))
     answer = plugin.captures(run, cast(Any, None))
-    assert (answer is None) == (transport == "messages")
+    assert (answer is None) == (value == "messages")

@@ -40,10 +40,11 @@ class FullyShardedDataParallel:
 
     @hookimpl
     def captures(self, run: "Run", model: "Model") -> bool | str | None:
-        """None, as without this hook, if weights travel by messages."""
-        if self.config.transport == "messages" or run.mesh.axes[AXIS].size == 1:
+        """None, as without this hook, if everything travels by messages."""
+        transports = {self.config.transport, self.config.sum_transport}
+        if transports == {"messages"} or run.mesh.axes[AXIS].size == 1:
             return None
-        return "counts the versions of the weights in signals between GPUs"
+        return "counts its copies in signals between GPUs"
 
     @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:

@@ -37,18 +37,17 @@ class Formats(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """The memories of GPUs through which weights and sums of gradients travel, instead of messages of the group."""
+    """The memories through which weights and gradients travel; None: by messages of the group."""
 
-    rows: PeerRows
-    sums: PeerSums
+    rows: PeerRows | None = None
+    sums: PeerSums | None = None
 
 
 class Gathered:
     """The parameters of a unit, or of units that share one.
 
     Modules hold the whole parameters between `gather` and `free`, and the rows at rest: a whole parameter is never
-    visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet. With `peers`,
-    all of them travel by copies between GPUs, otherwise by messages of the group.
+    visible without memory. `collects` says that a backward pass adds to the gradients, not summed yet.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Gathered:
         lane: Lane,
         formats: Formats,
         device: torch.device,
-        peers: Peers | None = None,
+        peers: Peers = Peers(),  # noqa: B008 (immutable)
     ) -> None:
         self._group, self._lane, self._device = group, lane, device
         self._plain, cast = ([one for one in rows if (one.copies is None) is plain] for plain in (True, False))
@@ -67,7 +66,7 @@ class Gathered:
         travelling = [Format(one.shape, formats.weights) for one in self._plain]
         travelling += [form for one in cast if one.copies is not None for form in formats_of(one.copies)]
         self._weights = Padded(travelling, size, rank, device)
-        self._peers, self._number = peers, peers.rows.add(self._weights.parts) if peers is not None else 0
+        self._peers, self._number = peers, peers.rows.add(self._weights.parts) if peers.rows is not None else 0
         gathered = self._weights.whole[len(self._plain) :]
         self._copies = UnitCopies(cast, gathered, formats.weights, group, device) if cast else None
         whole = [
@@ -84,7 +83,7 @@ class Gathered:
             for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
         ]
         self._sent_dtype = formats.sums
-        if peers is not None:
+        if peers.sums is not None:
             if torch.promote_types(formats.gradients, formats.sums) == formats.sums:
                 self._sent_dtype = formats.gradients  # widened where it arrives
             peers.sums.make_room([part.shape[1:] for part in self._gradients.parts], self._sent_dtype)
@@ -111,7 +110,7 @@ class Gathered:
         self._put(self._parameters)
         if self._copies is not None:
             self._copies.show()
-        if self._peers is not None:
+        if self._peers.rows is not None:
             self._arrived = self._peers.rows.gather(self._number, self._weights.parts, self._write)
             return
         with self._lane.entered():
@@ -170,7 +169,7 @@ class Gathered:
         self._is_rounded = False
         if self._copies is not None:
             self._copies.forget()
-        if self._peers is not None:
+        if self._peers.rows is not None:
             self._peers.rows.forget()
 
     def wait(self) -> None:
@@ -214,7 +213,7 @@ class Gathered:
         with self._lane.entered():
             parts = [part.to(self._sent_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
             totals = [self._place_of_sum(part, sink) for part, sink in zip(parts, self._totals, strict=True)]
-            if self._peers is not None:
+            if self._peers.sums is not None:
                 self._peers.sums.sum_each(totals, parts)
             else:
                 sum_each(totals, parts, self._group)

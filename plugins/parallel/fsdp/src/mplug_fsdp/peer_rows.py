@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mplug import Run
 
-SETTING, REMEDY = "parallel.fsdp.transport=copy_engines", "use parallel.fsdp.transport=messages"
+SETTING, REMEDY = "a transport=copy_engines of parallel.fsdp", "set transport and sum_transport to messages"
 
 
 def require_copies(run: "Run", group: "ProcessGroup") -> None:

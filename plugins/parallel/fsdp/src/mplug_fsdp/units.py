@@ -36,10 +36,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     """Let this rank's units compute with parameters that are gathered for each call."""
     device = torch.device(run.device)
     lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
-    copies, peers = gathered_copies(run, model), None
-    if config.transport == "copy_engines":
-        peer_rows.require_copies(run, group)
-        peers = Peers(peer_rows.PeerRows(group, lane, device), PeerSums(group, lane))
+    copies, peers = gathered_copies(run, model), _peers(run, group, lane, config)
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
     last = model.plan.units[-1].name
@@ -56,6 +53,17 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
             part = model.module.get_submodule(name)
             setattr(part, method, schedule.around(getattr(part, method), [*order].index(name)))
     model.exchanges.append(WeightExchange(begin=schedule.forget, wait=None))
+
+
+def _peers(run: "Run", group: "ProcessGroup", lane: Lane, config: "FSDPConfig") -> Peers:
+    """The memories of the transports that are copies. Collective."""
+    by_copies = [one == "copy_engines" for one in (config.transport, config.sum_transport)]
+    if any(by_copies):
+        peer_rows.require_copies(run, group)
+    return Peers(
+        peer_rows.PeerRows(group, lane, torch.device(run.device)) if by_copies[0] else None,
+        PeerSums(group, lane) if by_copies[1] else None,
+    )
 
 
 def _formats(run: "Run", config: "FSDPConfig", is_last_alone: bool) -> Formats:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layout_runs import assert_refused, difference_of
-from mplug_cp import swaps
+from mplug_cp import swaps, wraps
 from torch import Tensor
 
 from mplug_testing import run_workers
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"model.num_layers": 2, "model.num_kv_heads": 4}
 
 def on_cpus() -> None:
     file_memory.install()
-    swaps.exchange_by_copies = exchange_by_copies
+    wraps.exchange_by_copies = exchange_by_copies
 
 
 def exchange_by_copies(_: Any, group: Any) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, rounding_of_sums
-from mplug_fsdp import peer_rows
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Peers
 from mplug_fsdp.lane import Lane
+from mplug_fsdp.peer_rows import PeerRows, require_copies
 from mplug_fsdp.peer_sums import PeerSums
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def _peers(run: "Run", group: "ProcessGroup", lane: Lane, config: "FSDPConfig") 
     """The memories of the transports that are copies. Collective."""
     by_copies = [one == "copy_engines" for one in (config.transport, config.sum_transport)]
     if any(by_copies):
-        peer_rows.require_copies(run, group)
+        require_copies(run, group)
     return Peers(
-        peer_rows.PeerRows(group, lane, torch.device(run.device)) if by_copies[0] else None,
+        PeerRows(group, lane, torch.device(run.device)) if by_copies[0] else None,
         PeerSums(group, lane) if by_copies[1] else None,
     )
 

@@ -14,7 +14,8 @@ from gpus import with_nccl
 from mplug_fp8 import FP8
 from mplug_fp8.suppliers import offers
 from mplug_fsdp.copies import Place, Rows, UnitCopies
-from mplug_fsdp.gathered import Formats, Gathered, Lane
+from mplug_fsdp.gathered import Formats, Gathered
+from mplug_fsdp.lane import Lane
 from torch import Tensor, nn
 
 from mplug import GatheredPlacement, Offer, UsageError

@@ -146,9 +146,9 @@ def formats_of_gradients(runs: list[dict[str, Any]]) -> list[dict[str, torch.dty
     found: list[dict[str, torch.dtype]] = []
     original = units.Gathered
 
-    def recorded(rows: list[Any], group: Any, lane: Any, formats: Any, device: torch.device) -> Any:
+    def recorded(rows: list[Any], group: Any, lane: Any, formats: Any, *rest: Any) -> Any:
         found[-1].update(dict.fromkeys((one.name for one in rows), formats.gradients))
-        return original(rows, group, lane, formats, device)
+        return original(rows, group, lane, formats, *rest)
 
     units.Gathered = recorded  # type: ignore[assignment, misc]
     for settings in runs:

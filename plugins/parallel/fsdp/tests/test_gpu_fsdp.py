@@ -59,3 +59,13 @@ def test_compiled_units_in_bf16_learn_as_on_one_gpu(tmp_path: Path, in_bf16: lis
 @pytest.mark.parametrize("layout", ["dp2fsdp2", "fsdp2tp2", "fsdp2pp2"])
 def test_four_gpus_give_the_losses_of_one(tmp_path: Path, in_fp32: list[float], layout: str) -> None:
     assert losses(tmp_path, "four", layout, **EAGER) == pytest.approx(in_fp32, rel=1e-4)
+
+
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport", ["transport", "sum_transport"])
+def test_copy_engines_change_no_bit(tmp_path: Path, transport: str, precision: str, compiler: str) -> None:
+    how: dict[str, object] = {"trainer__precision": precision, "trainer__compile": compiler}
+    how |= {"trainer__deterministic": True}
+    copied = losses(tmp_path, "copied", "fsdp2", **how, **{f"parallel__fsdp__{transport}": "copy_engines"})
+    assert copied == losses(tmp_path, "sent", "fsdp2", **how)

@@ -44,6 +44,11 @@ class ContextParallel:
                 f"parallel.cp.head_chunks={self.config.head_chunks} is for parallel.cp.method=ulysses, not "
                 f"{self.config.method}; change one of them"
             )
+        if self.config.transport == "copy_engines" and self.config.method != "ulysses":
+            raise UsageError(
+                f"parallel.cp.transport=copy_engines is for parallel.cp.method=ulysses, not {self.config.method}; "
+                f"change one of them"
+            )
         if self._divides_documents and self.config.method != "all_gather":
             raise UsageError(
                 f"parallel.cp.divide=documents exchanges the keys of divided documents in one message, which is "
@@ -79,7 +84,9 @@ class ContextParallel:
 
     @hookimpl
     def captures(self, run: "Run", model: "Model") -> bool | str | None:
-        """None, as without this hook, if every sample is cut at the same positions."""
+        """None, as without this hook, if messages have the same sizes in every step."""
+        if self.config.transport == "copy_engines" and run.mesh.axes["cp"].size > 1:
+            return "counts its exchanges in signals between GPUs"
         return "exchanges messages whose sizes depend on the documents" if self._divides_documents else None
 
     @hookimpl

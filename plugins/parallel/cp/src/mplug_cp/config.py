@@ -37,6 +37,12 @@ class ContextParallelConfig(BaseModel):
         description="for method=ulysses: heads are exchanged in so many chunks, and attention of one chunk hides the "
         "exchange of the next; where this number does not divide the KV heads of a rank, all heads are one chunk",
     )
+    transport: Annotated[Literal["messages", "copy_engines"], MAY_CHANGE] = Field(
+        "messages",
+        description="for method=ulysses: how heads travel: messages of the process group, or copies by the copy "
+        "engines of the GPUs, which take no multiprocessor from attention; these need GPUs of one machine. Sites that "
+        "head_chunks does not serve use messages",
+    )
     ulysses_degree: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
         None, description="ranks per group that divide heads among themselves; required by, and only for, hierarchical"
     )

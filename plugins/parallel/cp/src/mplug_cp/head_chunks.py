@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import mplug_ops as ops
 from mplug_cp.exchange import HEADS, copies_of_kv
+from mplug_cp.swaps import Coming, Write, swaps_of
 from mplug_cp.totals import gradient_of_sinks, weigh_with_sinks, wide
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
-from mplug_ops.transfers import group_named, swapping
+from mplug_ops.transfers import group_named
 
 Operator = Callable[..., tuple[Tensor, ...]]
 ARGUMENTS = "Tensor? documents, Tensor? sinks, float scale, bool causal, int chunks, str group"
@@ -48,10 +48,9 @@ def chunked(
     return core
 
 
-def _for_ranks(xs: Sequence[Tensor], size: int, chunks: int, number: int) -> Tensor:
-    """The heads of a chunk, for every rank: xs [B, S/R, H, K] each -> [R, B, S/R, h, K], concatenated along heads."""
-    own = [x.unflatten(HEADS, (size, chunks, -1))[:, :, :, number] for x in xs]  # [B, S/R, R, h, K]
-    return torch.cat(own, dim=3).movedim(2, 0)
+def _for_ranks(x: Tensor, size: int, chunks: int, number: int) -> Tensor:
+    """The heads of a chunk, for every rank: a view of x [B, S/R, H, K] as [R, B, S/R, h, K]."""
+    return x.unflatten(HEADS, (size, chunks, -1))[:, :, :, number].movedim(2, 0)
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -60,8 +59,20 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, size: int) -> Tensor:
-    """The inverse: [B, S, h, K] -> [R, B, S/R, h, K]."""
+    """The inverse, a view: [B, S, h, K] -> [R, B, S/R, h, K]."""
     return x.unflatten(1, (size, -1)).movedim(1, 0)
+
+
+def _writing(*xs: Tensor) -> Write:
+    """Write xs [R, B, S/R, h, K], concatenated along heads, to a place [B, S/R, sum of h, K] for each rank."""
+    heads = [x.shape[3] for x in xs]
+
+    def write(places: Sequence[Tensor]) -> None:
+        for rank, place in enumerate(places):
+            for part, x in zip(place.split(heads, dim=HEADS), xs, strict=True):
+                part.copy_(x[rank])
+
+    return write
 
 
 def _put(whole: Tensor, chunk: Tensor, chunks: int, number: int) -> None:
@@ -76,14 +87,14 @@ def _of_chunk(sinks: Tensor | None, chunks: int, number: int) -> Tensor | None:
 def _attend(parts: AttentionParts, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(output [B, S/R, H, K]; for backward: messages [n, R, B, S/R, h + 2g, K], outputs, log-sum-exps)."""
     documents, sinks, scale, causal, chunks, name = rest
-    group: ProcessGroup = group_named(name)
+    swaps, size = swaps_of(name), group_named(name).size()
     results = _shapes(q, k, v, *rest)
     output, messages, outputs, sums = results
     lengths = None if documents is None else (documents, documents)
-    heads = [x.shape[HEADS] // group.size() // chunks for x in (q, k, v)]
+    heads = [x.shape[HEADS] // size // chunks for x in (q, k, v)]
 
-    def started(number: int) -> Any:
-        return swapping(_for_ranks((q, k, v), group.size(), chunks, number), group, messages[number])
+    def started(number: int) -> Coming:
+        return swaps.start(_writing(*(_for_ranks(x, size, chunks, number) for x in (q, k, v))), messages[number])
 
     coming, leaving = started(0), []
     for number in range(chunks):
@@ -94,7 +105,8 @@ def _attend(parts: AttentionParts, q: Tensor, k: Tensor, v: Tensor, *rest: Any) 
             mixed = mixed.to(wide(q), copy=True)
             sum_ = weigh_with_sinks(mixed, sum_, of_chunk)
         outputs[number], sums[number] = mixed, sum_
-        leaving.append(swapping(_parts(outputs[number], group.size()), group))
+        mixed = _parts(outputs[number], size)
+        leaving.append(swaps.start(_writing(mixed), torch.empty_like(mixed, memory_format=torch.contiguous_format)))
         coming = following
     for number, chunk in enumerate(leaving):
         _put(output, chunk.wait(), chunks, number)
@@ -105,13 +117,14 @@ def _differentiate(
     parts: AttentionParts, grad: Tensor, messages: Tensor, outputs: Tensor, sums: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     documents, sinks, scale, causal, chunks, name = rest
-    group: ProcessGroup = group_named(name)
+    swaps, size = swaps_of(name), group_named(name).size()
     lengths = None if documents is None else (documents, documents)
     found, of_sinks = _backward_shapes(grad, messages, outputs, sums, *rest), []
-    heads = [x.shape[HEADS] // group.size() // chunks for x in found[:3]]
+    heads = [x.shape[HEADS] // size // chunks for x in found[:3]]
 
-    def started(number: int) -> Any:
-        return swapping(_for_ranks((grad,), group.size(), chunks, number), group)
+    def started(number: int) -> Coming:
+        leaving = _for_ranks(grad, size, chunks, number)
+        return swaps.start(_writing(leaving), torch.empty_like(leaving, memory_format=torch.contiguous_format))
 
     coming, leaving = started(0), []
     for number in range(chunks):
@@ -120,7 +133,8 @@ def _differentiate(
         gradients = parts.backward(
             of_output, *own, outputs[number], sums[number], scale=scale, causal=causal, lengths=lengths
         )
-        leaving.append(swapping(_parts(torch.cat(gradients, dim=HEADS), group.size()), group))
+        own = [_parts(x, size) for x in gradients]
+        leaving.append(swaps.start(_writing(*own), torch.empty_like(messages[number])))
         of_chunk = _of_chunk(sinks, chunks, number)
         of_sinks.append(gradient_of_sinks(of_chunk, of_output, outputs[number], sums[number]))
         coming = following

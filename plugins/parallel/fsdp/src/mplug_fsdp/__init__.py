@@ -39,6 +39,14 @@ class FullyShardedDataParallel:
         return [Axis(AXIS, config.parallel.degrees[AXIS], entries={"batch": contiguous}, distance=15)]
 
     @hookimpl
+    def captures(self, run: "Run", model: "Model") -> bool | str | None:
+        """None, as without this hook, if everything travels by messages."""
+        transports = {self.config.transport, self.config.sum_transport}
+        if transports == {"messages"} or run.mesh.axes[AXIS].size == 1:
+            return None
+        return "counts its copies in signals between GPUs"
+
+    @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:
         """The rounding of sums in a format that is narrower than fp32, if fsdp > 1.
 

@@ -23,6 +23,17 @@ class FSDPConfig(BaseModel):
         description="what ranks gather for each pass: weights in the precision of the run, or the copies that products "
         "read (FP8), where a product allows it; 'mplug explain' lists which",
     )
+    transport: Annotated[Literal["messages", "copy_engines"], MAY_CHANGE] = Field(
+        "messages",
+        description="how gathered weights travel: messages of the process group, or copies by the copy engines of the "
+        "GPUs, which take no multiprocessor from products; these need GPUs of one machine, and memory for this rank's "
+        "rows of all weights in the precision of the run",
+    )
+    sum_transport: Annotated[Literal["messages", "copy_engines"], MAY_CHANGE] = Field(
+        "messages",
+        description="how gradients travel to the ranks that keep their rows: messages of the process group, or copies "
+        "by the copy engines of the GPUs of one machine, which are added where they arrive",
+    )
     reduce_dtype: SumFormat = Field(
         "fp32",
         description="format in which gradients are communicated and summed over ranks: bf16, fp16, or at least "

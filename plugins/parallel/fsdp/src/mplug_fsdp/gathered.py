@@ -9,8 +9,7 @@ The all-gather of weights and the reduce-scatter of gradients are each other's d
 axis (HSDP), another strategy sums the sinks over them; a sink holds only this rank's rows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +18,10 @@ from torch import Tensor, nn
 import mplug_ops as ops
 from mplug import GradientSink
 from mplug_fsdp.copies import Rows, UnitCopies, formats_of
+from mplug_fsdp.lane import Lane, wait_for
 from mplug_fsdp.memory import Format, Padded
+from mplug_fsdp.peer_rows import PeerRows
+from mplug_fsdp.peer_sums import PeerSums
 from mplug_ops.transfers import join_each, sum_each
 
 if TYPE_CHECKING:
@@ -34,32 +36,11 @@ class Formats(NamedTuple):
     sums: torch.dtype
 
 
-class Lane:
-    """The stream of all collectives, in the order in which they start; on a CPU, a collective has finished at once."""
+class Peers(NamedTuple):
+    """The memories through which weights and gradients travel; None: by messages of the group."""
 
-    def __init__(self, device: torch.device) -> None:
-        high = -1  # so that copies and collectives start although products fill the device
-        self._stream = torch.cuda.Stream(device, priority=high) if device.type == "cuda" else None
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the block on this stream, after everything that has been launched on the current one."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> "torch.cuda.Event | None":
-        """The end of everything that has been launched on this stream."""
-        return None if self._stream is None else self._stream.record_event()
-
-
-def wait_for(event: "torch.cuda.Event | None") -> None:
-    """Let the current stream wait for an event of the lane."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+    rows: PeerRows | None = None
+    sums: PeerSums | None = None
 
 
 class Gathered:
@@ -76,6 +57,7 @@ class Gathered:
         lane: Lane,
         formats: Formats,
         device: torch.device,
+        peers: Peers = Peers(),  # noqa: B008 (immutable)
     ) -> None:
         self._group, self._lane, self._device = group, lane, device
         self._plain, cast = ([one for one in rows if (one.copies is None) is plain] for plain in (True, False))
@@ -84,6 +66,7 @@ class Gathered:
         travelling = [Format(one.shape, formats.weights) for one in self._plain]
         travelling += [form for one in cast if one.copies is not None for form in formats_of(one.copies)]
         self._weights = Padded(travelling, size, rank, device)
+        self._peers, self._number = peers, peers.rows.add(self._weights.parts) if peers.rows is not None else 0
         gathered = self._weights.whole[len(self._plain) :]
         self._copies = UnitCopies(cast, gathered, formats.weights, group, device) if cast else None
         whole = [
@@ -99,6 +82,11 @@ class Gathered:
             GradientSink(one.name, new, gradient)
             for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
         ]
+        self._sent_dtype = formats.sums
+        if peers.sums is not None:
+            if torch.promote_types(formats.gradients, formats.sums) == formats.sums:
+                self._sent_dtype = formats.gradients  # widened where it arrives
+            peers.sums.make_room([part.shape[1:] for part in self._gradients.parts], self._sent_dtype)
         self._totals = [one.sink for one in rows if one.sink is not None]
         self._exchanges = [
             ops.Exchange("weights of a unit", group, (ops.Item(one.name, one.shape) for one in rows)),
@@ -122,6 +110,9 @@ class Gathered:
         self._put(self._parameters)
         if self._copies is not None:
             self._copies.show()
+        if self._peers.rows is not None:
+            self._arrived = self._peers.rows.gather(self._number, self._weights.parts, self._write)
+            return
         with self._lane.entered():
             parts, sent = self._weights.parts, self._rounded()
             if self._copies is not None:  # in one launch, which requires one dtype
@@ -157,6 +148,18 @@ class Gathered:
         self._is_rounded = all(sink.stale for sink in self._totals)
         return sent
 
+    def _write(self, places: list[Tensor]) -> None:
+        """Write what this rank sends, its rows [n] in the precision of the weights and its copies, to these places."""
+        num = len(self._plain)  # copies follow
+        own = [(place, one.values.detach()) for place, one in zip(places[:num], self._plain, strict=True)]
+        own = [(place[: values.numel()].view_as(values), values) for place, values in own if values.numel()]
+        if own:
+            sources = [values.to(self._device, non_blocking=True) for _, values in own]  # from CPU memory
+            torch._foreach_copy_([place for place, _ in own], sources)
+        if self._copies is not None:
+            for place, copy in zip(places[num:], self._copies.cast(), strict=True):
+                place.copy_(copy)
+
     def _overwritten(self, _: GradientSink) -> None:
         self._is_rounded = False
 
@@ -166,6 +169,8 @@ class Gathered:
         self._is_rounded = False
         if self._copies is not None:
             self._copies.forget()
+        if self._peers.rows is not None:
+            self._peers.rows.forget()
 
     def wait(self) -> None:
         """Let the current stream wait for the weights."""
@@ -206,18 +211,24 @@ class Gathered:
             if sink.stale:  # the pass has not used this parameter
                 sink.buffer.zero_()
         with self._lane.entered():
-            parts = [part.to(self._sum_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
+            parts = [part.to(self._sent_dtype) for part in self._gradients.parts]  # no copy if it has that dtype
             totals = [self._place_of_sum(part, sink) for part, sink in zip(parts, self._totals, strict=True)]
-            sum_each(totals, parts, self._group)
+            if self._peers.sums is not None:
+                self._peers.sums.sum_each(totals, parts)
+            else:
+                sum_each(totals, parts, self._group)
             for total, sink in zip(totals, self._totals, strict=True):
                 rows = total[: sink.buffer.numel()].view_as(sink.buffer)
                 sink.contribute(_brought(rows, sink.buffer.device))
             self._summed = self._lane.mark()
 
     def _place_of_sum(self, part: Tensor, sink: GradientSink) -> Tensor:
-        """The buffer of a sink itself, if a sum fits there and is the first of a step; otherwise own part."""
+        """The buffer of a sink, if a sum fits there and is the first of a step; otherwise own part, or new memory."""
         own, buffer = part[self._group.rank()], sink.buffer.flatten()
-        return buffer if sink.stale and _can_replace(buffer, own) else own
+        wanted = own.numel(), self._sum_dtype, own.device
+        if sink.stale and (buffer.numel(), buffer.dtype, buffer.device) == wanted:
+            return buffer
+        return own if own.dtype == self._sum_dtype else own.new_empty(own.shape, dtype=self._sum_dtype)
 
     def release(self) -> None:
         """Let the current stream wait for the sum, and free the memory of the gradients."""

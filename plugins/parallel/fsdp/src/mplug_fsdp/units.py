@@ -17,7 +17,10 @@ from torch import Tensor
 import mplug_ops as ops
 from mplug import GatheredPlacement, WeightExchange, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
-from mplug_fsdp.gathered import Formats, Gathered, Lane
+from mplug_fsdp.gathered import Formats, Gathered, Peers
+from mplug_fsdp.lane import Lane
+from mplug_fsdp.peer_rows import PeerRows, require_copies
+from mplug_fsdp.peer_sums import PeerSums
 from mplug_products import GatheredCopies, gathered_copies
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     """Let this rank's units compute with parameters that are gathered for each call."""
     device = torch.device(run.device)
     lane, of, places = Lane(device), dict[str, Gathered](), _places(model)
-    copies = gathered_copies(run, model)
+    copies, peers = gathered_copies(run, model), _peers(run, group, lane, config)
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
     last = model.plan.units[-1].name
@@ -43,7 +46,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
         items = ops.in_order((ops.Item(name, ()) for name in together), model.placements)
         rows = [_rows(run, model, one.name, places, copies.get(one.name)) for one in items]
         is_last_alone = elsewhere.isdisjoint(together)
-        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last_alone), device))
+        of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last_alone), device, peers))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
     schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))
     for name, method in dict.fromkeys((one.name, one.method) for one in (*model.own_units, *model.plan.inference)):
@@ -51,6 +54,17 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
             part = model.module.get_submodule(name)
             setattr(part, method, schedule.around(getattr(part, method), [*order].index(name)))
     model.exchanges.append(WeightExchange(begin=schedule.forget, wait=None))
+
+
+def _peers(run: "Run", group: "ProcessGroup", lane: Lane, config: "FSDPConfig") -> Peers:
+    """The memories of the transports that are copies. Collective."""
+    by_copies = [one == "copy_engines" for one in (config.transport, config.sum_transport)]
+    if any(by_copies):
+        require_copies(run, group)
+    return Peers(
+        PeerRows(group, lane, torch.device(run.device)) if by_copies[0] else None,
+        PeerSums(group, lane) if by_copies[1] else None,
+    )
 
 
 def _formats(run: "Run", config: "FSDPConfig", is_last_alone: bool) -> Formats:

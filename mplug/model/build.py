@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
-from mplug.contracts.micro_batch import MARGINS, REFERENCE, SEQUENCES
+from mplug.contracts.micro_batch import OF_OBJECTIVES, SEQUENCES
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.builders import builder_of
@@ -214,7 +214,7 @@ def _refuse_unused_entries(run: Run, model: Model, of_loader: frozenset[str]) ->
     Entries of objectives may be unused in a run that does not train.
     """
     inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    unused = sorted(of_loader - inputs - (set() if run.trains else {SEQUENCES, REFERENCE, MARGINS}))
+    unused = sorted(of_loader - inputs - (frozenset() if run.trains else OF_OBJECTIVES))
     if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
         if SEQUENCES in unused:

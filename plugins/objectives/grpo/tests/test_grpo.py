@@ -114,7 +114,10 @@ def completions(parts: Parts, batches: list[Any]) -> list[Values]:
                 alone = {"tokens": tokens[None], "positions": torch.arange(length)[None], "keys": keys}
                 each = F.log_softmax(parts.model.logits(alone)[0], dim=-1)
                 x = each[torch.arange(length - 1), labels[:-1]]
-                sampled, advantage = batch["sampled_log_probabilities"][row, own][:-1], batch["advantages"][row, begin - 1]
+                sampled, advantage = (
+                    batch["sampled_log_probabilities"][row, own][:-1],
+                    batch["advantages"][row, begin - 1],
+                )
                 found.append({"x": x, "o": sampled.double(), "a": advantage.double()})
     return found
 
@@ -143,6 +146,7 @@ def test_losses_gradients_and_figures_are_those_of_the_formulas(name: str) -> No
         total, number = torch.stack(each).sum(), len(losses)
     parts.model.sinks.begin_step()
     total.backward()
+    total, values = total.detach(), [{name: one.detach() for name, one in own.items()} for own in values]
     expected = {piece.name: piece.gradient.clone() for piece in parts.pieces}
     whole = torch.cat([one.flatten() for one in expected.values()]).norm()
     for parameter, gradient in expected.items():

@@ -78,8 +78,22 @@ class PolicyLoss(Objective):
             losses = losses + self.config.beta * figures[KL]
         values = torch.stack([counted.to(each.dtype), losses, *(figures[name].to(each.dtype) for name in self.figures)])
         values = torch.where(counted, values, 0.0)
-        loss, number = self.mean(hidden, labels, values, sequences, document_lengths.shape[1])
+        if not self.training:
+            loss, number = self.lack(tokens, sequences, document_lengths.shape[1])
+        else:
+            loss, number = self.mean(hidden, labels, values, sequences, document_lengths.shape[1])
         return (loss, number, each.detach()) if self.recalls else (loss, number)
+
+    def lack(self, tokens: Tokens, sequences: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """The loss of an evaluation: minus the sum of the advantages of completions, and the number of these.
+
+        The advantages of held-out prompts are rewards, so the loss is minus the mean reward.
+        """
+        counted = tokens.counted.to(tokens.advantages.dtype)
+        values = torch.stack((counted, counted * tokens.advantages), dim=-1)
+        sums, share = self.over_sequences(values, sequences, number)  # [B, N, 2]
+        means = sums[..., 1] / sums[..., 0].clamp(min=1.0)
+        return self.counted_once(-means.sum(), (sums[..., 0] > 0).sum(), share)
 
     def mean(
         self, hidden: Tensor, labels: Tensor, values: Tensor, sequences: Tensor, number: int

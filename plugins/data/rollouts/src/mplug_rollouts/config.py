@@ -34,7 +34,7 @@ class RolloutsConfig(BaseModel):
     rewards: Annotated[list[str], AfterValidator(distinct)] = Field(
         default_factory=list,
         description="functions that reward completions, as in TRL: module:function, of a module that Python finds or "
-        "of the current folder, or the name of an entry point of the group mplug.rewards",
+        "of the current folder; file.py:function; or the name of an entry point of the group mplug.rewards",
     )
     reward_weights: list[float] | None = Field(None, description="factors on the rewards of the functions; null: 1")
     reward_seconds: Annotated[PositiveFloat, MAY_CHANGE] = Field(

@@ -127,7 +127,7 @@ class Process:
             name, fault = next(iter(faults.items()))
             raise UsageError(
                 f"data.rewards: cannot find '{name}': {fault}; name a function as module:function, of a module that "
-                f"Python finds or of the current folder, or an installed entry point"
+                f"Python finds or of the current folder, as file.py:function, or by an installed entry point"
             )
 
     def call(self, name: str, group: Group, seconds: float) -> list[float]:

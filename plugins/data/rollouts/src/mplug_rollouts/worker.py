@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 GROUP = "mplug.rewards"
@@ -17,14 +18,21 @@ GROUP = "mplug.rewards"
 
 
 def found(name: str) -> Callable[..., Any]:
-    """The function with this name: 'module:function', or that of an entry point. ValueError if there is none."""
-    module, colon, attribute = name.partition(":")
+    """The function with this name: 'module:function', 'file.py:function', or that of an entry point.
+
+    ValueError if there is none.
+    """
+    module, colon, attribute = name.rpartition(":")
     if not colon:
         entry = next(iter(entry_points(group=GROUP, name=name)), None)
         if entry is None:
             names = ", ".join(sorted({one.name for one in entry_points(group=GROUP)})) or "none"
             raise ValueError(f"no entry point of the group '{GROUP}' has this name (there are: {names})")
         return entry.load()  # type: ignore[no-any-return]
+    if module.endswith(".py"):
+        path = Path(module).absolute()
+        sys.path.insert(0, str(path.parent))
+        module = path.stem
     value: Any = import_module(module)
     for part in attribute.split("."):
         value = getattr(value, part)

@@ -46,6 +46,7 @@ class Lanes:
         """Raises UsageError for a model or a layout whose texts cannot begin at different steps."""
         refuse_unsteady(sampler, ranks)
         sampler.model.module.eval()
+        self._own_units = sampler.own_units()
         self.model, self.context, self.ranks, self.replays = sampler.model, context, ranks, replays or Replays()
         self.device = next(iter(self.model.parameters().values())).device
         self.modules = list(cached_modules(self.model))
@@ -57,8 +58,8 @@ class Lanes:
         self._samplings: list[Sampling | None] = [None] * num_lanes
         self._is_active = torch.zeros_like(self._tokens)
         self._logits: Tensor | None = None
-        self._of_prompt: tuple[tuple[int, ...], int, Tensor] | None = None
-        """The prompt in the first caches, the version of the weights that computed it, and its logits."""
+        self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
+        """The prompt in the first caches, and its logits."""
         self._newest: tuple[Tensor, Tensor, Sequence[Sampling | None]] | None = None
         self._num_eager = 0
         self._recording: Recording | None = None
@@ -110,20 +111,23 @@ class Lanes:
         temperatures = [1.0 if one is None or one.temperature == 0 else one.temperature for one in samplings]
         return log_probabilities(logits, tokens, temperatures)
 
+    def forget_prompt(self) -> None:
+        """Compute the next prompt, also if it is the one before: the weights may have changed."""
+        self._of_prompt = None
+
     def end(self, lane: int) -> None:
         """The text of a lane has ended; its lane is free."""
         self._samplings[lane], self._is_active[lane] = None, 0
 
     def _logits_of(self, prompt: tuple[int, ...]) -> Tensor:
         """The logits [1, V] behind a prompt, whose rows are in the first caches."""
-        version = self.model.weights_version
-        if self._of_prompt is None or self._of_prompt[:2] != (prompt, version):
+        if self._of_prompt is None or self._of_prompt[0] != prompt:
             self._first_clock.start(torch.tensor([len(prompt)], device=self.device), None)
             positions = torch.arange(len(prompt), device=self.device)[None]
             entries = {"tokens": torch.tensor([prompt], device=self.device), "positions": positions}
             logits = self.ranks.whole_vocabulary(self._computed(entries, self._first_caches))
-            self._of_prompt = prompt, version, logits
-        return self._of_prompt[2]
+            self._of_prompt = prompt, logits
+        return self._of_prompt[1]
 
     def _made(self, num_samples: int) -> tuple[Clock, list[Any]]:
         """(the clock of some texts, the empty caches of all modules)."""
@@ -141,7 +145,7 @@ class Lanes:
 
     def _instead(self, caches: list[Any]) -> Instead:
         """Compiled units compute steps; each length of a prompt would be compiled anew."""
-        return self.replays.compiled if caches is self._caches else AS_THEY_ARE
+        return {**self._own_units, **(self.replays.compiled if caches is self._caches else AS_THEY_ARE)}
 
     def _advance(self) -> None:
         """The logits of the next position of each lane. It reads no value of the CPU that differs between steps."""

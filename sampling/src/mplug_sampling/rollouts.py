@@ -1,11 +1,12 @@
 """Sampling between the steps of a run that trains: by the weights themselves, which are not copied."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mplug import Model, Run, UsageError
-from mplug.commands import Selection
+from mplug.commands import Instead, Selection
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.sampler import Sampler
 from mplug_sampling.sampling import Sampling
@@ -23,6 +24,15 @@ class TrainedSampler(Sampler):
                 f"(--attention sdpa or reference) and a layout that divides neither layers nor positions, such as "
                 f"data parallelism, or tensor parallelism without sequence parallelism"
             )
+
+    def own_units(self) -> Instead:
+        """The methods of the units' classes, if training calls others: compiled for its shapes, or recomputed."""
+        found = dict[str, Callable[..., object]]()
+        for unit in self.model.plan.inference:
+            part = self.model.module.get_submodule(unit.name)
+            if unit.method in vars(part):
+                found[unit.name] = partial(getattr(type(part), unit.method), part)
+        return found
 
     def _use_plain_attention(self, run: Run, selection: Selection) -> None:
         """Leave the needs that a kernel does not serve, so that the host refuses the kernel."""
@@ -58,6 +68,7 @@ def complete(
     was_training = module.training
     module.eval()
     lanes.model.weights_settled()
+    lanes.forget_prompt()
     found = [Completion() for _ in prompts]
     waiting, free, running = deque(range(len(prompts))), deque(range(num_lanes)), dict[int, int]()
 

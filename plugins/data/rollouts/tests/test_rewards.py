@@ -68,7 +68,7 @@ def test_names_that_lead_nowhere_are_refused() -> None:
 
 
 def test_advantages_are_those_of_the_papers() -> None:
-    """By hand: rewards minus the mean of their prompt, over a standard deviation of N - 1, as in TRL, or over nothing."""
+    """By hand: rewards minus the mean of their prompt, over a standard deviation (N - 1, as in TRL) or nothing."""
     rewards = [[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, math.nan]]
     deviation = stdev(rewards[0])
     assert advantages(rewards, "group")[0] == pytest.approx([one / (deviation + 1e-4) for one in (0.0, -1, -1, 2.0)])

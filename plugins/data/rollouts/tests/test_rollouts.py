@@ -1,7 +1,6 @@
 """Completions that the model samples between steps: as the trainer computes them, under layouts, after a resume."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,20 @@ def steps(parts: Parts, run: Any, numbers: range, lr: float = 0.02) -> list[tupl
     return found
 
 
+def test_units_that_training_compiles_sample_as_they_are() -> None:
+    """Each length of a prompt would be compiled anew; the completions are those of a run that compiles nothing."""
+    found = []
+    for backend in ("never", "aot_eager"):
+        run = tiny_run(in_fp64({**TINY, "trainer.compile": backend}))
+        parts = build(run)
+        found.append(list(parts.train_loader.loader.take(4)))
+        units = parts.model.plan.inference
+        changed = [one.name for one in units if one.method in vars(parts.model.module.get_submodule(one.name))]
+        assert bool(changed) == (backend != "never")
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_gives_tokens_the_log_probabilities_with_which_they_were_sampled(temperature: float) -> None:
     """Up to rounding: a matrix product of one position adds in another order than one of a whole sample."""
@@ -94,7 +107,7 @@ REFUSED = {
     "pp2": "the model is divided into the chunks of a pipeline",
     "cp2": r"divides the sequence .*of a sample \(cp=2\), which grows token by token",
     "fsdp2": "stores parts of .* that training gathers for each pass, and sampling gathers no weights",
-    "tp2": "the layout divides the positions of a call among 2 ranks; .*tensor parallelism without sequence parallelism",
+    "tp2": "divides the positions of a call among 2 ranks; .*tensor parallelism without sequence parallelism",
 }
 
 
@@ -192,11 +205,13 @@ def refusal(lines: list[Any], tmp_path: Path, **changes: Any) -> str:
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     given = {**TINY, "data.path": str(path), "trainer.eval_every": 0}
-    with pytest.raises(UsageError) as error:
+    try:
         run = tiny_run({**given, **{name.replace("__", "."): value for name, value in changes.items()}})
         check_data(run)
         build(run)
-    return str(error.value)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def test_what_is_wrong_with_lines_and_settings_is_one_sentence(tmp_path: Path) -> None:
@@ -230,7 +245,8 @@ def test_messages_are_written_by_the_template_and_answers_end_where_it_ends_them
     text = loader.decode(batch["tokens"][0].tolist())
     assert text.startswith("<|im_start|>user\nSay ")
     assert "<|im_end|>\n<|im_start|>assistant\n" in text
-    assert math.isclose(float(batch["advantages"].sum(dim=1).count_nonzero()), 4.0, abs_tol=4.0)
+    first = int((batch["labels"][0] != -100).nonzero()[0])
+    assert text[: first + 1].endswith("assistant\n") or first > len("<|im_start|>user")
 
 
 def test_a_command_that_trains_nothing_is_told_why_it_has_no_completions() -> None:

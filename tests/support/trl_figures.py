@@ -251,7 +251,7 @@ def of_grpo(fields: dict[str, Any]) -> dict[str, Any]:
         max_completion_length=fields.get("length"),
         _entropy_bonus_enabled=False,
     )
-    trainer.accelerator.num_processes, trainer.accelerator.reduce = 1, lambda x, reduction: x
+    trainer.accelerator.num_processes, trainer.accelerator.reduce = 1, lambda x, **_: x
     model.train()
     found = figures_of(GRPOTrainer._compute_loss(trainer, model, inputs), model, trainer._metrics["train"])
     lengths = mask.sum(1).tolist()

@@ -241,12 +241,10 @@ def test_messages_are_written_by_the_template_and_answers_end_where_it_ends_them
     settings = {"data.path": str(path), "data.rewards": [f"{HERE / 'rewarding.py'}:of_messages"]}
     run = tiny_run({**TINY, **settings, "data.per_sample": 1, "trainer.seq_length": 64, "trainer.eval_every": 0})
     (batch, *_) = build(run).train_loader.loader.take(4)
-    loader = run.hooks.call.build_tokenizer(run=run)
-    text = loader.decode(batch["tokens"][0].tolist())
-    assert text.startswith("<|im_start|>user\nSay ")
-    assert "<|im_end|>\n<|im_start|>assistant\n" in text
-    first = int((batch["labels"][0] != -100).nonzero()[0])
-    assert text[: first + 1].endswith("assistant\n") or first > len("<|im_start|>user")
+    tokenizer = run.hooks.call.build_tokenizer(run=run)
+    first = int((batch["labels"][0] != -100).nonzero()[0])  # the last token of the prompt
+    text = tokenizer.decode(batch["tokens"][0, : first + 1].tolist())
+    assert text in [f"<|im_start|>user\nSay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 2)]
 
 
 def test_a_command_that_trains_nothing_is_told_why_it_has_no_completions() -> None:

@@ -63,10 +63,6 @@ class Rollouts(ChatLoader):
         from mplug_rollouts.lines import check_files
 
         check_files(self.config.path, "data.path", self._given)
-        if config.trainer.eval_every and self.config.completions == "given":
-            raise UsageError(
-                "data.completions=given has no validation, because no completion is sampled; set trainer.eval_every=0"
-            )
         if self.config.validation_path is not None and config.trainer.eval_every:
             check_files(self.config.validation_path, "data.validation_path", self._given)
         if self.config.rewards:
@@ -221,7 +217,7 @@ class Rollouts(ChatLoader):
                 "data/rollouts samples completions while a model trains, and this command trains none; use other data"
             )
         own, size = self.config, self.vocabulary.vocab_size
-        sampling = Sampling(temperature=0.0 if is_greedy else own.temperature, vocab_size=size)
+        sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
         return complete(self._made_lanes(run), own.lanes, tokens, keys, own.max_tokens, sampling, self._ends(prompts))
 
     def _made_lanes(self, run: "Run") -> "Lanes":

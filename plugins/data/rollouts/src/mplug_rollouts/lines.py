@@ -46,7 +46,7 @@ def of_split(split: str, path: str, validation_path: str | None, percent: float,
         yield from read_prompts(find_files(path), given)
         return
     for prompt in read_prompts(find_files(path), given):
-        if given or is_held_out(prompt.content, percent) == (split == "validation"):
+        if is_held_out(prompt.content, percent) == (split == "validation"):
             yield prompt
 
 

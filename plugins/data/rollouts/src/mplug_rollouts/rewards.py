@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
+from weakref import finalize
 
 from mplug import UsageError
 
@@ -52,10 +53,11 @@ class Functions:
         self.names, self.seconds = tuple(names), seconds
         self.weights = tuple(weights or [1.0] * len(names))
         self._free: SimpleQueue[Process] = SimpleQueue()
-        for _ in range(num_processes):
-            self._free.put(Process(self.names))
+        processes = [Process(self.names) for _ in range(num_processes)]
+        for process in processes:
+            self._free.put(process)
         self._threads = ThreadPoolExecutor(num_processes, "rewards")
-        self._num_processes = num_processes
+        self._end = finalize(self, _end_all, processes)
 
     def of(self, groups: Sequence[Group]) -> list[Rewarded]:
         """The rewards of the completions of each prompt. UsageError names a function that fails, and the prompt."""
@@ -70,10 +72,9 @@ class Functions:
             self._free.put(process)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; they also end when nothing refers to this object any more."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for _ in range(self._num_processes):
-            self._free.get().end()
+        self._end()
 
     def _of_group(self, group: Group) -> Rewarded:
         process, count = self._free.get(), len(group.completions)
@@ -177,6 +178,11 @@ class Process:
             self._unread += part
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+
+def _end_all(processes: "Sequence[Process]") -> None:
+    for process in processes:
+        process.end()
 
 
 def _piped(stream: IO[bytes] | None) -> IO[bytes]:

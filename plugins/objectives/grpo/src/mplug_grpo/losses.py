@@ -79,18 +79,21 @@ class PolicyLoss(Objective):
         values = torch.stack([counted.to(each.dtype), losses, *(figures[name].to(each.dtype) for name in self.figures)])
         values = torch.where(counted, values, 0.0)
         if not self.training:
-            loss, number = self.lack(tokens, sequences, document_lengths.shape[1])
+            loss, number = self.lack(tokens, sampled, sequences, document_lengths.shape[1])
         else:
             loss, number = self.mean(hidden, labels, values, sequences, document_lengths.shape[1])
         return (loss, number, each.detach()) if self.recalls else (loss, number)
 
-    def lack(self, tokens: Tokens, sequences: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The loss of an evaluation: minus the sum of the advantages of completions, and the number of these.
+    def lack(self, tokens: Tokens, sampled: Tensor, sequences: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """The loss of an evaluation: minus the mean advantage that the model's own completions would have.
 
-        The advantages of held-out prompts are rewards, so the loss is minus the mean reward.
+        It is estimated from completions of a sampler, by ratios of tokens. The model's own held-out completions have
+        their rewards as advantages, and the ratio 1: the loss is minus the mean reward. Returns the sum over
+        completions, and the number of these.
         """
-        counted = tokens.counted.to(tokens.advantages.dtype)
-        values = torch.stack((counted, counted * tokens.advantages), dim=-1)
+        counted = tokens.counted.to(tokens.current.dtype)
+        weighted = (tokens.current - sampled).exp() * tokens.advantages
+        values = torch.stack((counted, torch.where(tokens.counted, weighted, 0.0)), dim=-1)
         sums, share = self.over_sequences(values, sequences, number)  # [B, N, 2]
         means = sums[..., 1] / sums[..., 0].clamp(min=1.0)
         return self.counted_once(-means.sum(), (sums[..., 0] > 0).sum(), share)

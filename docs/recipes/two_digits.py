@@ -15,7 +15,7 @@ SEED = 48
 
 
 def is_right(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
-    """The reward of `mplug train --set data.rewards=[two_digits:is_right]`: 1 for the sum, 0 otherwise."""
+    """The reward, as `data.rewards=[two_digits.py:is_right]`: 1 for the sum, 0 otherwise."""
     return [float(completion[0]["content"] == right) for completion, right in zip(completions, answer, strict=True)]
 
 

@@ -49,7 +49,7 @@ class RolloutsConfig(BaseModel):
         description="prompts that the model completes at a time, for one or several steps; null: those of one step",
     )
     repeats: PositiveInt = Field(1, description="number of times that the completions of a rollout are trained on")
-    max_tokens: PositiveInt = Field(256, description="largest number of tokens of a completion")
+    max_tokens: PositiveInt = Field(128, description="largest number of tokens of a completion")
     temperature: PositiveFloat = Field(1.0, description="divides the logits when tokens are sampled")
     lanes: Annotated[PositiveInt, MAY_CHANGE] = Field(
         64, description="largest number of completions that a group of ranks samples at the same time"

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from mplug.contracts.gatherer import Gatherer as Gatherer
     from mplug.contracts.loader import Loader as Loader
     from mplug.contracts.loader import Stateful as Stateful
+    from mplug.contracts.micro_batch import ADVANTAGES as ADVANTAGES
     from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
     from mplug.contracts.micro_batch import IGNORED as IGNORED
     from mplug.contracts.micro_batch import LOSS_WEIGHTS as LOSS_WEIGHTS
     from mplug.contracts.micro_batch import MARGINS as MARGINS
     from mplug.contracts.micro_batch import REFERENCE as REFERENCE
+    from mplug.contracts.micro_batch import SAMPLED as SAMPLED
     from mplug.contracts.micro_batch import SEQUENCES as SEQUENCES
     from mplug.contracts.micro_batch import MicroBatch as MicroBatch
     from mplug.contracts.micro_batch import RankBatch as RankBatch

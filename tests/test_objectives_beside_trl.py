@@ -15,7 +15,22 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from published import resolved  # noqa: E402
-from trl_models import BETA, DPO, GKD, PAIRS, REWARD_MARGIN, TEMPERATURE, filled, library_model, of_texts, way  # noqa: E402
+from trl_models import (  # noqa: E402
+    BETA,
+    DPO,
+    EOD,
+    GKD,
+    GRPO,
+    GRPO_BETA,
+    PAIRS,
+    REWARD_MARGIN,
+    REWARDS,
+    TEMPERATURE,
+    filled,
+    library_model,
+    of_texts,
+    way,
+)
 
 from mplug.model.build import build_model  # noqa: E402
 from mplug.model.pieces import write_weights  # noqa: E402
@@ -107,6 +122,39 @@ def test_losses_of_pairs_are_those_of_trl(name: str, folders: Path) -> None:
     parts.stepper.update(0.0, 0.0)
     load_public(run, parts.model, parts.pieces, folders / "causal1")
     assert compare(parts, batches, FIGURES["dpo"][name]) == (8 if name == "orpo" else 6)
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_losses_of_completions_are_those_of_trl(name: str, folders: Path, tmp_path: Path) -> None:
+    """The reference is the first folder, and the model has the weights of the second one.
+
+    Figures are means as the loss is one: over tokens, as TRL's, only if the loss is.
+    """
+    expected, lines = FIGURES["grpo"][name], []
+    for number, (prompt, *answers) in enumerate(PAIRS):
+        of_prompt = [
+            {
+                "tokens": [*answer.encode(), EOD],
+                "log_probabilities": expected["sampled"][2 * number + which],
+                "reward": REWARDS[number][which],
+            }
+            for which, answer in enumerate(answers)
+        ]
+        lines.append({"prompt": prompt, "completions": of_prompt})
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    data = {"name": "rollouts", "path": str(path), "completions": "given", "num_generations": 2, "max_tokens": 22}
+    settings = {f"objectives.grpo.{field}": value for field, value in {"beta": GRPO_BETA, **GRPO[name]}.items()}
+    whole = {**data, "scale": "none", "per_sample": 2 * len(PAIRS)}
+    run, parts = parts_of(folders, "causal0", **settings, data=whole, **{"trainer.seq_length": 252})
+    batches = [*parts.train_loader.loader.take(1)]
+    parts.stepper.forward_backward(parts.train_loader.step_of(batches), 1)
+    parts.stepper.update(0.0, 0.0)
+    load_public(run, parts.model, parts.pieces, folders / "causal1")
+    by_tokens = GRPO[name]["loss"] in ("dapo", "cispo")
+    figures = expected["figures"] if by_tokens else {}
+    compared = compare(parts, batches, {**expected, "figures": figures})
+    assert compared == (0 if not by_tokens else 2 if name == "cispo" else 4)
 
 
 @pytest.mark.parametrize("form", FIGURES["reward"])

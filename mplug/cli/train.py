@@ -187,8 +187,13 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
 
 
 def _suggestions(run: "Run") -> list[str]:
-    """What installed packages suggest to do with the finished run. A faulty one does not end the command."""
-    found = []
+    """What a plugin of the run suggests to do with it (its attribute `suggestion`), or else installed packages.
+
+    A faulty package does not end the command.
+    """
+    found = [str(one.plugin.suggestion) for one in run.config.chosen if hasattr(one.plugin, "suggestion")]
+    if found and run.directory is not None:
+        return [text.format(name=run.directory.name) for text in found if text]
     for entry in Registry().table(SUGGESTIONS):
         module, _, attribute = entry.target.partition(":")
         try:

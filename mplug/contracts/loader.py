@@ -70,7 +70,11 @@ class Loader(ABC):
         over all ranks and micro batches, divided by the number of targets, whatever their weights are.
 
         A loader of sequences that an objective compares declares `sequences` [B, S], int64, and perhaps
-        `reference_log_probabilities` [B, S] in the same way (`mplug.SEQUENCES`, `mplug.REFERENCE`).
+        `reference_log_probabilities` [B, S] in the same way (`mplug.SEQUENCES`, `mplug.REFERENCE`). One of rollouts
+        also declares `advantages` and perhaps `sampled_log_probabilities` [B, S] (`mplug.ADVANTAGES`, `mplug.SAMPLED`).
+
+        A plugin whose samples the model itself computes keeps the model of the hook `training_built`. It computes them
+        in this call, not when the iterator is read: the passes of the step have not begun yet, and all ranks are here.
 
         If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
         `batch_entries` too: at least one group of rows, also where no sample has any.

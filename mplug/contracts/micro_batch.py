@@ -34,6 +34,12 @@ MARGINS = "margins"
 
 The margin says by how much the score of the chosen answer exceeds that of the rejected one, as people rated it.
 """
+ADVANTAGES = "advantages"
+"""The entry of a micro batch with how much better each token is than expected [B, S]: of rollouts, by their rewards."""
+SAMPLED = "sampled_log_probabilities"
+"""The entry of a micro batch with the log-probability that each label had when it was sampled [B, S]."""
+OF_OBJECTIVES = frozenset({SEQUENCES, REFERENCE, MARGINS, ADVANTAGES, SAMPLED})
+"""The entries that objectives alone take."""
 
 
 @dataclass(frozen=True, eq=False)

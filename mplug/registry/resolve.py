@@ -227,7 +227,8 @@ class _Resolver:
             place = (*key, *problem.path)
             if place in self.left or (key[0] == "model" and ("checkpoint", "pretrained") in self.left):
                 continue
-            remedy = f"; set it with {'.'.join(place)}=VALUE" if problem.message.startswith("is required") else ""
+            is_open = problem.message.startswith("is required") and "--set " not in problem.message
+            remedy = f"; set it with {'.'.join(place)}=VALUE" if is_open else ""
             self._problem(place, f"{problem.message}{remedy}", self._sources_of_fields(place, problem.message))
         return config
 

@@ -16,7 +16,21 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from trl_models import BETA, DPO, GKD, PAIRS, REWARD_MARGIN, TEMPERATURE, library_model, of_texts, way
+from trl_models import (
+    BETA,
+    DPO,
+    GKD,
+    GRPO,
+    GRPO_BETA,
+    PAIRS,
+    REWARD_MARGIN,
+    REWARDS,
+    TEMPERATURE,
+    library_model,
+    of_texts,
+    shifts,
+    way,
+)
 
 
 def padded(rows: list[list[int]], filler: int = 0) -> Tensor:
@@ -158,6 +172,93 @@ def of_gkd(fields: dict[str, Any]) -> dict[str, Any]:
     return figures_of(loss, student, {})
 
 
+def completions() -> dict[str, Tensor]:
+    """The batch of TRL's GRPO: prompts padded in front, completions behind; two of each prompt."""
+    rows = [of_texts(pair[0], pair[which]) for pair in PAIRS for which in (1, 2)]
+    prompts = [[token for token, is_answer in zip(*row, strict=True) if not is_answer] for row in rows]
+    answers = [[token for token, is_answer in zip(*row, strict=True) if is_answer] for row in rows]
+    width = max(map(len, prompts))
+    in_front = [[0] * (width - len(row)) for row in prompts]
+    return {
+        "prompt_ids": torch.tensor([pad + row for pad, row in zip(in_front, prompts, strict=True)]),
+        "prompt_mask": torch.tensor([pad + [1] * len(row) for pad, row in zip(in_front, prompts, strict=True)]),
+        "completion_ids": padded(answers),
+        "completion_mask": padded([[1] * len(row) for row in answers]),
+    }
+
+
+def scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, number: int) -> Tensor:
+    """The log-probabilities of the last `number` tokens, each row computed without its padding; 0 for padding."""
+    found = torch.zeros(len(input_ids), number, dtype=torch.float64)
+    rows = []
+    for row, mask, own in zip(input_ids, attention_mask.bool(), found, strict=True):
+        answer = mask[-number:]
+        tokens, length = row[mask], int(answer.sum())
+        logits = model(tokens[None], use_cache=False).logits[0]
+        each = torch.log_softmax(logits[-length - 1 : -1], dim=-1).gather(-1, tokens[-length:, None])[:, 0]
+        rows.append(torch.cat((each, own[length:])))
+    return torch.stack(rows)
+
+
+def of_grpo(fields: dict[str, Any]) -> dict[str, Any]:
+    """The second weights beside the first ones as the reference; the sampler is at a fixed distance from the second."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    model, reference = (library_model("causal", seed) for seed in (1, 0))
+    inputs = completions()
+    mask = inputs["completion_mask"]
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attention = torch.cat([inputs["prompt_mask"], mask], dim=1)
+    with torch.no_grad():
+        own, first = (scores(one, tokens, attention, mask.shape[1]) for one in (model, reference))
+    sampled = own.clone()
+    for row, length in zip(sampled, mask.sum(1).tolist(), strict=True):
+        row[:length] += shifts(length)
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    inputs["advantages"] = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    inputs["ref_per_token_logps"], inputs["num_items_in_batch"] = first, mask.sum()
+    correction, _, what = fields.get("correction", "none").partition("_")
+    if correction == "none":
+        inputs["old_per_token_logps"] = sampled
+    else:
+        ratio = (own - sampled) * mask
+        ratio = (ratio.sum(-1, keepdim=True) if correction == "sequence" else ratio).exp()
+        most = fields["correction_max"]
+        ratio = ratio.clamp(max=most) if what == "truncate" else ratio.masked_fill(ratio > most, 0.0)
+        inputs["importance_sampling_ratio"] = ratio
+
+    def log_probabilities(model: nn.Module, ids: Tensor, attention: Tensor, number: int, **more: Any) -> Any:
+        each = scores(model, ids, attention, number)
+        return each, torch.zeros_like(each), None
+
+    low = fields.get("epsilon", 0.2)
+    loss = "grpo" if fields["loss"] == "gspo" else fields["loss"]
+    trainer = trainer_of(
+        model=model,
+        _get_per_token_logps_and_entropies=log_probabilities,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="sequence" if fields["loss"] == "gspo" else "token",
+        beta=GRPO_BETA,
+        loss_type=loss,
+        epsilon_low=low,
+        epsilon_high=fields.get("epsilon_high", low),
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=fields.get("delta"), steps_per_generation=1),
+        use_vllm=correction != "none",
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=fields.get("length"),
+        _entropy_bonus_enabled=False,
+    )
+    trainer.accelerator.num_processes, trainer.accelerator.reduce = 1, lambda x, **_: x
+    model.train()
+    found = figures_of(GRPOTrainer._compute_loss(trainer, model, inputs), model, trainer._metrics["train"])
+    lengths = mask.sum(1).tolist()
+    found["sampled"] = [row[:length].tolist() for row, length in zip(sampled, lengths, strict=True)]
+    return found
+
+
 def main() -> None:
     import trl
 
@@ -170,6 +271,7 @@ def main() -> None:
         "margin": of_reward({"margin": True}),
     }
     found["distill"] = {name: of_gkd(fields) for name, fields in GKD.items()}
+    found["grpo"] = {name: of_grpo(fields) for name, fields in GRPO.items()}
     (Path(__file__).parents[1] / "data/trl_figures.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

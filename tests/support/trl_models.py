@@ -28,6 +28,20 @@ DPO: dict[str, dict[str, Any]] = {
     "simpo": {"loss": "simpo"},
     "orpo": {"loss": "orpo"},
 }
+REWARDS = [(1.0, 0.0), (0.2, 0.9), (3.0, 0.0)]
+"""Those of both answers of each pair, as completions of its prompt."""
+GRPO_BETA = 0.01
+GRPO: dict[str, dict[str, Any]] = {
+    "grpo": {"loss": "grpo", "epsilon_high": 0.28},
+    "dr_grpo": {"loss": "dr_grpo", "length": 30},
+    "dapo": {"loss": "dapo", "epsilon_high": 0.28},
+    "dual clip": {"loss": "dapo", "delta": 1.3},
+    "gspo": {"loss": "gspo", "epsilon": 0.05},
+    "cispo": {"loss": "cispo", "epsilon_high": 1.2},
+    "corrected tokens": {"loss": "dapo", "old": "current", "correction": "token_truncate", "correction_max": 1.2},
+    "corrected sequences": {"loss": "grpo", "old": "current", "correction": "sequence_mask", "correction_max": 1.5},
+}
+"""The losses of completions, by the fields of our config; `beta` is GRPO_BETA."""
 GKD: dict[str, dict[str, Any]] = {"forward": {"beta": 0}, "reverse": {"beta": 1}, "jsd": {"beta": 0.3}}
 """Our divergences, and the beta of TRL."""
 
@@ -36,6 +50,11 @@ def of_texts(prompt: str, answer: str) -> tuple[list[int], list[int]]:
     """(tokens, 1 at those of the answer) of a pair's text: its bytes, and the end of text."""
     tokens = [*(prompt + answer).encode(), EOD]
     return tokens, [int(number >= len(prompt.encode())) for number in range(len(tokens))]
+
+
+def shifts(number: int) -> Tensor:
+    """What the sampler's log-probabilities of a completion of `number` tokens are above the model's."""
+    return 0.3 * torch.cos(torch.arange(number, dtype=torch.float64) * 0.9 + number)
 
 
 def way(shape: torch.Size) -> Tensor:

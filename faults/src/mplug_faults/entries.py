@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mplug.contracts.micro_batch import MARGINS, REFERENCE, SEQUENCES
+from mplug.contracts.micro_batch import OF_OBJECTIVES, SEQUENCES
 from mplug.errors import UsageError, listed
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def refuse_unused_entries(run: "Run", model: "Built", of_loader: frozenset[str])
     Entries of objectives may be unused in a run that does not train.
     """
     inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    unused = sorted(of_loader - inputs - (set() if run.trains else {SEQUENCES, REFERENCE, MARGINS}))
+    unused = sorted(of_loader - inputs - (frozenset() if run.trains else OF_OBJECTIVES))
     if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
         if SEQUENCES in unused:

@@ -164,6 +164,7 @@ def step_line(record: Record, total_steps: int, seconds_left: float | None) -> s
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {record['loss']:.4f}",
+        f"reward {record['reward']:.3f}" if "reward" in record else "",
         f"grad norm {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_s']:,.0f} tokens/s{_targets(record)}",

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from mplug_sampling.decoding import Ranks as Ranks
     from mplug_sampling.decoding import refuse_undivided as refuse_undivided
     from mplug_sampling.decoding import sample as sample
+    from mplug_sampling.rollouts import Completion as Completion
+    from mplug_sampling.rollouts import TrainedSampler as TrainedSampler
+    from mplug_sampling.rollouts import complete as complete
     from mplug_sampling.sampler import Sampler as Sampler
     from mplug_sampling.sampler import sampling_run as sampling_run
     from mplug_sampling.sampling import Sampling as Sampling

@@ -24,7 +24,7 @@ from mplug_nn.static_cache import Clock
 from mplug_nn.turning import shared_rotations
 from mplug_sampling.decoding import ALONE, Alone
 from mplug_sampling.sampler import Sampler, cached_modules
-from mplug_sampling.sampling import Sampling, choose, draws
+from mplug_sampling.sampling import Sampling, choose, draws, log_probabilities
 from mplug_sampling.token_steps import WARMUP, Replays, last_logits, rounded
 
 
@@ -32,7 +32,7 @@ class Lanes:
     """A batch of `num_lanes` texts of up to `context` positions each. All ranks of a layout make the same calls.
 
     Random numbers are those of `sample`: a text has the same tokens, except for rounding, in any lane and at any time.
-    `replays` records the step of a token if it can.
+    `replays` records the step of a token if it can. A prompt that begins several times in a row is computed once.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Lanes:
         """Raises UsageError for a model or a layout whose texts cannot begin at different steps."""
         refuse_unsteady(sampler, ranks)
         sampler.model.module.eval()
+        self._own_units = sampler.own_units()
         self.model, self.context, self.ranks, self.replays = sampler.model, context, ranks, replays or Replays()
         self.device = next(iter(self.model.parameters().values())).device
         self.modules = list(cached_modules(self.model))
@@ -57,6 +58,9 @@ class Lanes:
         self._samplings: list[Sampling | None] = [None] * num_lanes
         self._is_active = torch.zeros_like(self._tokens)
         self._logits: Tensor | None = None
+        self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
+        """The prompt in the first caches, and its logits."""
+        self._newest: tuple[Tensor, Tensor, Sequence[Sampling | None]] | None = None
         self._num_eager = 0
         self._recording: Recording | None = None
 
@@ -65,18 +69,16 @@ class Lanes:
         """Compute a prompt in a lane; returns the first token of its text. `key` is that of `sample_key`."""
         if not 0 < len(prompt) <= self.context:
             raise ValueError(f"a prompt of {len(prompt)} tokens does not fit into the context of {self.context} tokens")
-        tokens = torch.tensor([list(prompt)], device=self.device)
-        self._first_clock.start(torch.tensor([len(prompt)], device=self.device), None)
-        entries = {"tokens": tokens, "positions": torch.arange(len(prompt), device=self.device)[None]}
-        logits = self._computed(entries, self._first_caches)
+        logits = self._logits_of(tuple(prompt))
         for own, first in zip(self._caches, self._first_caches, strict=True):
             own.replace_sample(lane, first)
         self._clock.positions[lane] = len(prompt) - 1
         self._samplings[lane] = replace(sampling, seed=0)
         self._keys[lane], self._index[lane], self._is_active[lane] = key, 1, 1
         of_lane = self._keys[lane : lane + 1]
-        token = choose(self.ranks.whole_vocabulary(logits), sampling, draws(of_lane, torch.zeros_like(of_lane)))
+        token = choose(logits, sampling, draws(of_lane, torch.zeros_like(of_lane)))
         self._tokens[lane : lane + 1] = token
+        self._newest = logits, token, [sampling]
         return int(token)
 
     @torch.no_grad()
@@ -91,13 +93,41 @@ class Lanes:
             self._recording = self.replays.record(self.replays.make(), self._advance)
             self._recording.replay()
         assert self._logits is not None
-        self._choose(self.ranks.whole_vocabulary(self._logits))
+        logits = self.ranks.whole_vocabulary(self._logits)
+        self._choose(logits)
+        self._newest = logits, self._tokens, self._samplings
         found: list[int] = self._tokens.tolist()
         return found
+
+    @torch.no_grad()
+    def log_probabilities(self) -> Tensor:
+        """Those of the tokens of the last `step` [B], or of the token of the last `begin` [1], in at least fp32.
+
+        They are probabilities of the whole model at the temperature of each text (1 of a text that takes the likeliest
+        tokens), whatever other tokens `top_k`, `top_p` and `vocab_size` exclude.
+        """
+        assert self._newest is not None, "no token has been computed"
+        logits, tokens, samplings = self._newest
+        temperatures = [1.0 if one is None or one.temperature == 0 else one.temperature for one in samplings]
+        return log_probabilities(logits, tokens, temperatures)
+
+    def forget_prompt(self) -> None:
+        """Compute the next prompt, also if it is the one before: the weights may have changed."""
+        self._of_prompt = None
 
     def end(self, lane: int) -> None:
         """The text of a lane has ended; its lane is free."""
         self._samplings[lane], self._is_active[lane] = None, 0
+
+    def _logits_of(self, prompt: tuple[int, ...]) -> Tensor:
+        """The logits [1, V] behind a prompt, whose rows are in the first caches."""
+        if self._of_prompt is None or self._of_prompt[0] != prompt:
+            self._first_clock.start(torch.tensor([len(prompt)], device=self.device), None)
+            positions = torch.arange(len(prompt), device=self.device)[None]
+            entries = {"tokens": torch.tensor([prompt], device=self.device), "positions": positions}
+            logits = self.ranks.whole_vocabulary(self._computed(entries, self._first_caches))
+            self._of_prompt = prompt, logits
+        return self._of_prompt[1]
 
     def _made(self, num_samples: int) -> tuple[Clock, list[Any]]:
         """(the clock of some texts, the empty caches of all modules)."""
@@ -115,7 +145,7 @@ class Lanes:
 
     def _instead(self, caches: list[Any]) -> Instead:
         """Compiled units compute steps; each length of a prompt would be compiled anew."""
-        return self.replays.compiled if caches is self._caches else AS_THEY_ARE
+        return {**self._own_units, **(self.replays.compiled if caches is self._caches else AS_THEY_ARE)}
 
     def _advance(self) -> None:
         """The logits of the next position of each lane. It reads no value of the CPU that differs between steps."""

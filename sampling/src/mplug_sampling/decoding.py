@@ -4,6 +4,7 @@ B prompts of a batch, b of them on this rank, S positions of a call, V vocabular
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 
 import torch
@@ -78,6 +79,12 @@ class Ranks(Alone):
         text = plan.without_streams(plan.inference)
         self.divided = divided(sampler.model, plan.inference)
         self.divided_text = self.divided if text == plan.inference else divided(sampler.model, text)
+
+    def apart(self) -> "Ranks":
+        """The same ranks, if each group that divides a model samples prompts of its own."""
+        found = copy(self)
+        found.shard, found.shards = 0, 1
+        return found
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""

@@ -30,7 +30,9 @@ from torch import nn
 
 from mplug import ENCODER_TEXTS, Mesh, Model, Processor, Run, RunConfig, UsageError, hookimpl, slots_of
 from mplug.commands import (
+    AS_THEY_ARE,
     COMMAND,
+    Instead,
     Selection,
     listed,
     modules_around,
@@ -108,6 +110,10 @@ class Sampler:
     def captures(self) -> bool:
         """True: the steps of a token read no value of the CPU that differs between steps."""
         return True
+
+    def own_units(self) -> Instead:
+        """Functions that sampling calls in the place of units' methods, by the names of the units."""
+        return AS_THEY_ARE
 
     @property
     def eager_because(self) -> str:

@@ -1,5 +1,6 @@
 """Sampling from a model: temperature, top-k and nucleus (top-p, arXiv 1904.09751)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,13 @@ def draws(keys: Tensor, index: Tensor) -> Tensor:
     `index` is an int64 scalar on the keys' device.
     """
     return uniform(keys, index).double()
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Those of tokens [B] by logits [B, V] that temperatures [B] divide, in at least fp32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = wide / torch.tensor(temperatures, dtype=wide.dtype, device=wide.device)[:, None]
+    return scaled.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class TestMock(DataSuite):
     plugin = "mock"
     splits_are_disjoint = False
     without_effect = MEDIA
-    beside = {"pairs": {"data.documents": 2}}
+    beside = {"pairs": {"data.documents": 2}, "rollouts": {"data.documents": 2}}
 
 
 class TestMockOfPackedSamples(TestMock):

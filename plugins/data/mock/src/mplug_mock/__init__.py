@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from mplug import DOCUMENTS, LOSS_WEIGHTS, SEQUENCES, STREAMS, MapLoader, UsageError, hookimpl
+from mplug import ADVANTAGES, DOCUMENTS, LOSS_WEIGHTS, SAMPLED, SEQUENCES, STREAMS, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Processor, Run, RunConfig
@@ -32,6 +32,11 @@ class Mock:
             False,
             description="the documents 2i and 2i + 1 of a sample are the answers of a pair, for objectives of pairs",
         )
+        rollouts: bool = Field(
+            False,
+            description="the documents of a sample are completions with random advantages, and tokens have random "
+            "log-probabilities with which they were sampled, for objectives of rollouts",
+        )
         media: int = Field(
             0, ge=0, description="largest number of pictures of noise in a sample, for a model that takes pictures"
         )
@@ -48,6 +53,12 @@ class Mock:
         def _pairs_have_two_documents(self) -> Self:
             if self.pairs and self.documents < 2:
                 raise ValueError(f"pairs=true needs at least 2 documents in a sample, not {self.documents}")
+            return self
+
+        @model_validator(mode="after")
+        def _rollouts_are_packed(self) -> Self:
+            if self.rollouts and (self.pairs or self.documents < 2):
+                raise ValueError("rollouts=true needs at least 2 documents in a sample, and pairs=false")
             return self
 
         @model_validator(mode="after")
@@ -77,7 +88,9 @@ class Mock:
         given = {
             DOCUMENTS: own.documents > 1,
             LOSS_WEIGHTS: own.loss_weights,
-            SEQUENCES: own.pairs,
+            SEQUENCES: own.pairs or own.rollouts,
+            ADVANTAGES: own.rollouts,
+            SAMPLED: own.rollouts,
             STREAMS: own.media > 0,
         }
         return tuple(name for name, is_given in given.items() if is_given)
@@ -106,6 +119,7 @@ class Mock:
             media,
             is_weighted=own.loss_weights,
             in_pairs=own.pairs,
+            of_rollouts=own.rollouts,
         )
 
         def documents(number: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Samples of random tokens, and of random media among them. B samples, S sequence length, M documents of a sample."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import IGNORED, SEQUENCES, Medium, MicroBatch
+from mplug import ADVANTAGES, IGNORED, SAMPLED, SEQUENCES, Medium, MicroBatch
 
 if TYPE_CHECKING:
     from mplug import Processor
@@ -67,13 +68,14 @@ def reader(
     *,
     is_weighted: bool = False,
     in_pairs: bool = False,
+    of_rollouts: bool = False,
 ) -> Callable[[Sequence[int]], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
     In a packed sample, positions restart at 0 in every document, and a document's last token has no target. A medium
     lies within a document; one for which a sample has no room is left out. If samples are weighted, the losses of each
     document have a random weight. In pairs, documents are answers
-    (`sequences`).
+    (`sequences`). Of rollouts, they are completions.
     """
     positions = torch.arange(length)[None]
 
@@ -99,6 +101,8 @@ def reader(
             batch |= _packed(batch["labels"], torch.stack(lengths))
         if in_pairs:
             batch[SEQUENCES] = _in_pairs(torch.stack(lengths))
+        if of_rollouts:
+            batch |= _rolled_out(torch.stack(lengths), ids, seed, vocab_size)
         return batch if media is None else {**batch, **_with_media(batch, media.processor, in_samples)}
 
     return read
@@ -151,6 +155,18 @@ def _packed(labels: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         "positions": everywhere - (ends - lengths).gather(1, within),
         "document_lengths": lengths,
     }
+
+
+def _rolled_out(lengths: Tensor, ids: Tensor, seed: int, vocab_size: int) -> dict[str, Tensor]:
+    """lengths [B, M] of completions -> their numbers, normal advantages, and log-probabilities near a uniform guess."""
+    documents, generator = lengths.shape[1], torch.Generator()
+    numbers, advantages, sampled = [], [], []
+    for number, own in zip(ids.tolist(), lengths, strict=True):
+        generator.manual_seed(hash((seed, number, documents)))
+        numbers.append(torch.arange(documents).repeat_interleave(own))
+        advantages.append(torch.randn(documents, generator=generator).repeat_interleave(own))
+        sampled.append(0.2 * torch.randn(int(own.sum()), generator=generator) - math.log(vocab_size))
+    return {SEQUENCES: torch.stack(numbers), ADVANTAGES: torch.stack(advantages), SAMPLED: torch.stack(sampled)}
 
 
 def _in_pairs(lengths: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Classification:
         init_std: PositiveFloat = Field(0.02, description="standard deviation of the initial weights of the head")
 
     captures = True
+    suggestion = "see its curves with: mplug report {name}"  # scores of classes continue no text
     layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
 
     def __init__(self, config: Config) -> None:

@@ -13,8 +13,8 @@ class DistillConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     teacher: Family = Field(
-        description="the model that teaches, a section like 'model'; checkpoint.pretrained.parts.teacher names the "
-        "folder of its weights, which describes it"
+        description="the model that teaches, a section like 'model'; name the folder of its weights, which describes "
+        "it, with --set checkpoint.pretrained.parts.teacher=DIR"
     )
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward",

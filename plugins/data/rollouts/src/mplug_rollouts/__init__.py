@@ -1,0 +1,240 @@
+"""Completions with rewards: the model that trains samples them between steps, or files have them."""
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from mplug import ADVANTAGES, DOCUMENTS, SAMPLED, SEQUENCES, Loader, UsageError, hookimpl
+from mplug_rollouts.config import RolloutsConfig
+from mplug_tokenization import ChatLoader, Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mplug import Model, Run, RunConfig
+    from mplug.commands import Selection
+    from mplug_rollouts.loader import Pack
+    from mplug_rollouts.rewards import Functions
+    from mplug_rollouts.sources import Encoded, SampledSource
+    from mplug_sampling import Completion, Lanes, TrainedSampler
+
+log = logging.getLogger("mplug.rollouts")
+Split = Literal["train", "validation"]
+
+
+class Rollouts(ChatLoader):
+    """Completions of prompts with their advantages, for objectives that learn from rewards."""
+
+    Config = RolloutsConfig
+    layer = 1 << 30  # outside of adapters: what they add to the model takes part in sampling
+
+    def __init__(self, config: RolloutsConfig) -> None:
+        self.config = config
+        self._sampler: TrainedSampler | None = None
+        self._lanes: Lanes | None = None
+        self._source: SampledSource | None = None
+        self._functions: Functions | None = None
+        self._is_built = False
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """Refuse samples without room for a completion, and steps that end within the completions of a prompt."""
+        own, trainer = self.config, config.trainer
+        if own.per_sample * (own.max_tokens + 1) > trainer.seq_length:
+            raise UsageError(
+                f"data.per_sample={own.per_sample} completions of data.max_tokens={own.max_tokens} tokens after a "
+                f"prompt do not fit into trainer.seq_length={trainer.seq_length}; set trainer.seq_length to the tokens "
+                f"of the longest prompt and completion, times data.per_sample"
+            )
+        of_step, of_prompt = trainer.global_batch_size * own.per_sample, own.num_generations * own.repeats
+        if own.completions == "sampled" and own.prompts_per_rollout is None and of_step % of_prompt:
+            raise UsageError(
+                f"a step takes {of_step} completions (trainer.global_batch_size times data.per_sample), which is no "
+                f"multiple of data.num_generations={own.num_generations}"
+                f"{f' times data.repeats={own.repeats}' if own.repeats > 1 else ''}; change one of them, or set "
+                f"data.prompts_per_rollout"
+            )
+        assert self.template
+        assert self.tokenizer
+
+    @hookimpl
+    def check_data(self, config: "RunConfig") -> None:
+        """Refuse unreadable files, files whose first line has no prompt, and functions that cannot be found."""
+        from mplug_rollouts.lines import check_files
+
+        check_files(self.config.path, "data.path", self._given)
+        if self.config.validation_path is not None and config.trainer.eval_every:
+            check_files(self.config.validation_path, "data.validation_path", self._given)
+        if self.config.rewards:
+            functions = self._new_functions()
+            try:
+                functions.check()
+            finally:
+                functions.close()
+
+    @hookimpl
+    def batch_entries(self) -> tuple[str, ...]:
+        """The completion of each position, its advantage and, if they are known, the sampler's log-probabilities."""
+        has_scores = self.config.completions == "sampled" or self.config.log_probabilities
+        return (DOCUMENTS, SEQUENCES, ADVANTAGES, *((SAMPLED,) if has_scores else ()))
+
+    @hookimpl
+    def build_tokenizer(self) -> Tokenizer:
+        """The tokenizer: it also encodes special tokens that a text spells out, and writes and ends conversations."""
+        return self.vocabulary
+
+    @hookimpl
+    def adapt_model(self, run: "Run", model: "Model") -> None:
+        """Let the model that trains sample too."""
+        if run.trains and self.config.completions == "sampled":
+            from mplug_sampling import TrainedSampler
+
+            self._sampler = TrainedSampler(graphs=self.config.graphs)
+            self._sampler.adapt_model(run, model)
+
+    @hookimpl
+    def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
+        """Refuse kernels and layouts with which the model cannot sample between steps."""
+        if run.trains and self._sampler is not None:
+            self._sampler.select(run, model, selection)
+
+    @hookimpl
+    def training_built(self) -> None:
+        """The model has its memory: completions may be sampled."""
+        self._is_built = True
+
+    @hookimpl
+    def training_released(self) -> None:
+        """Drop the caches and the model."""
+        self._lanes, self._sampler, self._is_built = None, None, False
+
+    @hookimpl
+    def build_loader(self, run: "Run", split: Split) -> Loader:
+        """Read and encode the prompts of a split; completions are sampled when a step takes them."""
+        from mplug_rollouts.encoding import given_items
+        from mplug_rollouts.loader import HeldOutLoader, RolloutLoader
+        from mplug_rollouts.sources import GivenSource, SampledSource
+
+        own, trainer = self.config, run.config.trainer
+        prompts = self._prompts(split, trainer.seq_length // own.per_sample - own.max_tokens + 1)
+        common: dict[str, Any] = {
+            "pack": self._pack(trainer.seq_length),
+            "vocab_size": self.vocabulary.vocab_size,
+            "per_sample": own.per_sample,
+            "shard": run.mesh.batch_shard(run.rank),
+            "micro_batch_size": run.micro_batch_size,
+        }
+        if own.completions == "given":
+            items = given_items(prompts, self.vocabulary, own)
+            return RolloutLoader(GivenSource(prompts, items, trainer.seed), **common)
+        complete = partial(self._complete, run, prompts)
+        source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions)
+        if split == "validation":
+            return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
+        self._source = source
+        return RolloutLoader(source, **common)
+
+    @hookimpl
+    def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
+        """Rewards, lengths and the duration of the rollout that a step has caused."""
+        return {} if self._source is None else self._source.figures.pop(record["step"], {})
+
+    @hookimpl
+    def run_finished(self) -> None:
+        """End the processes of functions."""
+        self._end()
+
+    @hookimpl
+    def run_failed(self) -> None:
+        """End the processes of functions."""
+        self._end()
+
+    @property
+    def functions(self) -> "Functions":
+        """The functions of rewards."""
+        if self._functions is None:
+            self._functions = self._new_functions()
+        return self._functions
+
+    def _new_functions(self) -> "Functions":
+        from mplug_rollouts.rewards import Functions
+
+        own = self.config
+        return Functions(own.rewards, own.reward_weights, own.reward_seconds, own.reward_processes)
+
+    def _end(self) -> None:
+        if self._functions is not None:
+            self._functions.close()
+            self._functions = None
+
+    @property
+    def _given(self) -> str:
+        """What lines must have, as `read_prompts` takes it."""
+        if self.config.completions == "sampled":
+            return ""
+        return "scored" if self.config.log_probabilities else "plain"
+
+    def _prompts(self, split: Split, length: int) -> "list[Encoded]":
+        from mplug_rollouts.encoding import Count, Encoder
+        from mplug_rollouts.lines import of_split
+
+        own, count = self.config, Count()
+        found = of_split(split, own.path, own.validation_path, own.validation_percent, self._given)
+        prompts = Encoder(self.vocabulary, length).of(found, count)
+        log.info("%s: %d of %d prompts (%s)", split, len(prompts), count.prompts, count)
+        if not prompts:
+            own_files = split == "validation" and own.validation_path
+            where = f"data.validation_path '{own.validation_path}'" if own_files else f"data.path '{own.path}'"
+            remedy = ", set data.validation_path, or set trainer.eval_every=0" if split == "validation" else ""
+            raise UsageError(
+                f"{where}: no prompt of the {split} split can be used ({count.prompts} read; {count}; a prompt may "
+                f"have {length} tokens); use other prompts, set a larger trainer.seq_length{remedy}"
+            )
+        return prompts
+
+    def _pack(self, length: int) -> "Pack":
+        from mplug_rollouts.samples import batch_of
+
+        filler = self.vocabulary.tokenizer.eod or 0
+        has_scores = SAMPLED in self.batch_entries()
+        return lambda samples, first: batch_of(
+            samples, first, length, filler, masks_truncated=self.config.mask_truncated, has_scores=has_scores
+        )
+
+    def _complete(
+        self,
+        run: "Run",
+        prompts: "Sequence[Encoded]",
+        tokens: "Sequence[Sequence[int]]",
+        keys: "Sequence[int]",
+        is_greedy: bool,
+    ) -> "list[Completion]":
+        """Let the model complete prompts, given by their tokens."""
+        from mplug_sampling import Sampling, complete
+
+        if not self._is_built or self._sampler is None:
+            raise UsageError(
+                "data/rollouts samples completions while a model trains, and this command trains none; use other data"
+            )
+        own, size = self.config, self.vocabulary.vocab_size
+        sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
+        return complete(self._made_lanes(run), own.lanes, tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+
+    def _made_lanes(self, run: "Run") -> "Lanes":
+        """The lanes, whose caches stay from rollout to rollout."""
+        from mplug_sampling import Lanes, Ranks, replays_for
+
+        assert self._sampler is not None
+        if self._lanes is None:
+            replays, reasons = replays_for(run, self._sampler)
+            if reasons:
+                raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
+            context = run.config.trainer.seq_length // self.config.per_sample + 1
+            ranks = Ranks(run, self._sampler).apart()
+            self._lanes = Lanes(self._sampler, self.config.lanes, context, ranks, replays)
+        return self._lanes
+
+    def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:
+        from mplug_rollouts.encoding import ends_of
+
+        return ends_of(self.vocabulary, is_chat=not isinstance(prompts[0].prompt.content, str))

@@ -1,0 +1,203 @@
+"""Where completions come from: the model that trains samples them, or lines of files have them."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mplug import UsageError
+from mplug.tensors.random import key_of
+from mplug_rollouts.config import RolloutsConfig
+from mplug_rollouts.groups import Item, advantages, deviation_of, is_flat, mean_of
+from mplug_rollouts.lines import Prompt
+from mplug_rollouts.rewards import Functions, Group, Rewarded
+
+if TYPE_CHECKING:
+    from mplug import Run
+    from mplug_sampling import Completion
+    from mplug_tokenization.vocabulary import Vocabulary
+
+FILE = "rollouts.jsonl"
+Complete = Callable[[Sequence[Sequence[int]], Sequence[int], bool], "list[Completion]"]
+"""(the tokens of prompts, the keys of their random numbers, whether to take the likeliest tokens) -> completions."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt and its tokens."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+
+
+def fingerprint_of(prompts: Sequence[Encoded], *more: object) -> str:
+    """A hash of prompts with their columns and completions, and of settings."""
+    found = blake2b(repr(more).encode(), digest_size=16)
+    for one in prompts:
+        found.update(json.dumps([one.tokens, one.prompt.columns], sort_keys=True).encode())
+        found.update(repr(one.prompt.completions).encode())
+    return found.hexdigest()
+
+
+class Order:
+    """The prompts in another random order in every epoch."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, number: int) -> int:
+        epoch, index = divmod(number, self.count)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
+        return int(self._order[index])
+
+
+class GivenSource:
+    """The completions of lines, in another random order of prompts in every epoch."""
+
+    def __init__(self, prompts: Sequence[Encoded], items: Sequence[Sequence[Item]], seed: int) -> None:
+        self.num_prompts = len(prompts)
+        self.items, self.order = items, Order(len(prompts), seed)
+        self.fingerprint = fingerprint_of(prompts)
+
+    def next(self, first: int, samples: int) -> tuple[list[Item], int]:
+        """The completions of the next prompt."""
+        return [*self.items[self.order[first]]], 1
+
+
+class SampledSource:
+    """Completions of the model that trains, with the rewards of functions.
+
+    Each group of ranks with the same samples completes a part of the prompts of a rollout, and its first rank calls the
+    functions. Then all ranks have all completions.
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        config: RolloutsConfig,
+        vocabulary: "Vocabulary",
+        prompts: Sequence[Encoded],
+        complete: Complete,
+        functions: Functions,
+    ) -> None:
+        self.run, self.config, self.vocabulary, self.prompts = run, config, vocabulary, prompts
+        self.complete, self.functions = complete, functions
+        self.seed, self.num_prompts = run.config.trainer.seed, len(prompts)
+        self.order = Order(len(prompts), self.seed)
+        self.fingerprint = fingerprint_of(prompts, config.num_generations, config.max_tokens, config.temperature)
+        self.figures: dict[int, dict[str, float]] = {}
+        """Those of rollouts by the step that caused them."""
+
+    def next(self, first: int, samples: int) -> tuple[list[Item], int]:
+        """A rollout: the completions of the next prompts with their advantages, as often as they are repeated."""
+        own, began = self.config, time.perf_counter()
+        per_prompt = own.num_generations * own.repeats
+        number = own.prompts_per_rollout or -(-samples * own.per_sample // per_prompt)
+        part, parts = self.run.mesh.batch_shard(self.run.rank)
+        mine = range(first + number * part // parts, first + number * (part + 1) // parts)
+        chosen = [self.prompts[self.order[one]] for one in mine]
+        keys = [key_of(self.seed, "rollout", one, copy) for one in mine for copy in range(own.num_generations)]
+        texts = self.complete([one.tokens for one in chosen for _ in range(own.num_generations)], keys, False)
+        grouped = [texts[begin : begin + own.num_generations] for begin in range(0, len(texts), own.num_generations)]
+        rewarded, items = self._shared(chosen, grouped)
+        values = advantages([[one.reward for one in group] for group in items], own.scale)
+        items = [
+            [replace(one, advantage=value) for one, value in zip(group, of_group, strict=True)]
+            for group, of_group in zip(items, values, strict=True)
+        ]
+        self._report(items, rewarded, time.perf_counter() - began)
+        self._save([self.prompts[self.order[one]] for one in range(first, first + number)], items)
+        return [one for group in items for one in group] * own.repeats, number
+
+    def held_out(self, numbers: Sequence[int]) -> list[Item]:
+        """The completions of the likeliest tokens of prompts of this rank; their advantages are their rewards."""
+        chosen = [self.prompts[one] for one in numbers]
+        texts = self.complete([one.tokens for one in chosen], [0] * len(chosen), True)
+        _, items = self._shared(chosen, [[one] for one in texts], of_all=False)
+        return [replace(one, advantage=mean_of([one.reward])) for (one,) in items]
+
+    def _shared(
+        self, prompts: Sequence[Encoded], texts: "Sequence[Sequence[Completion]]", of_all: bool = True
+    ) -> tuple[list[Rewarded], list[list[Item]]]:
+        """The rewards and completions of the prompts of all groups of ranks, or of this rank's. Collective."""
+        part, parts = self.run.mesh.batch_shard(self.run.rank)
+        shards = [self.run.mesh.batch_shard(rank)[0] for rank in range(self.run.mesh.world_size)]
+        answer: Any = None
+        if shards.index(part) == self.run.rank:
+            try:
+                found = self.functions.of([self._group(*one) for one in zip(prompts, texts, strict=True)])
+                rows = zip(prompts, texts, found, strict=True)
+                answer = found, [[*map(_item, [one] * len(group), group, of.totals)] for one, group, of in rows]
+            except UsageError as error:
+                answer = error
+        answers = self.run.gathered(answer)
+        for error in answers:
+            if isinstance(error, UsageError):
+                raise error
+        groups = range(parts) if of_all else [part]
+        whole = [answers[shards.index(group)] for group in groups]
+        return [one for found, _ in whole for one in found], [one for _, items in whole for one in items]
+
+    def _group(self, one: Encoded, texts: "Sequence[Completion]") -> Group:
+        """What functions receive; the token at the end is no part of the text."""
+        plain = [self._text(text.tokens, truncated=text.truncated) for text in texts]
+        content = one.prompt.content
+        is_chat = not isinstance(content, str)
+        given = [[{"role": "assistant", "content": text}] if is_chat else text for text in plain]
+        return Group(one.prompt.where, content, given, one.prompt.columns)
+
+    def _text(self, tokens: Sequence[int], *, truncated: bool) -> str:
+        return self.vocabulary.decode(tokens if truncated else tokens[:-1])
+
+    def _report(self, items: Sequence[Sequence[Item]], rewarded: Sequence[Rewarded], seconds: float) -> None:
+        """Keep the figures of a rollout, with TRL's names where it has them, for the record of the step."""
+        everything = [one for group in items for one in group]
+        groups = [[one.reward for one in group] for group in items]
+        num_tokens = sum(len(one.tokens) for one in everything)
+        found = {
+            "reward": mean_of(one.reward for one in everything),
+            "reward_std": fmean(deviation_of(group) for group in groups),
+            "frac_reward_zero_std": fmean(is_flat(group) for group in groups),
+            "completions/mean_length": num_tokens / len(everything),
+            "completions/clipped_ratio": fmean(one.truncated for one in everything),
+            "rollout_s": seconds,
+            "rollout_tokens_per_s": num_tokens / seconds,
+        }
+        for number, name in enumerate(self.config.rewards):
+            values = [one for group in rewarded for one in group.of_functions[number]]
+            found[f"rewards/{name}/mean"], found[f"rewards/{name}/std"] = mean_of(values), deviation_of(values)
+        if timeouts := sum(one.timeouts for one in rewarded):
+            found["rewards/timeouts"] = float(timeouts)
+        self.figures[self.run.step] = found
+
+    def _save(self, prompts: Sequence[Encoded], items: Sequence[Sequence[Item]]) -> None:
+        """Add the rollout to the file of the run, in the form of given completions."""
+        if not self.config.save or self.run.rank != 0 or self.run.directory is None:
+            return
+        with Path(self.run.directory, FILE).open("a") as lines:
+            for one, group in zip(prompts, items, strict=True):
+                completions = [
+                    {
+                        "text": self._text(item.tokens, truncated=item.truncated),
+                        "tokens": item.tokens,
+                        "log_probabilities": item.log_probabilities,
+                        "reward": item.reward,
+                        "truncated": item.truncated,
+                    }
+                    for item in group
+                ]
+                of_prompt = {"step": self.run.step, "prompt": one.prompt.content, "prompt_tokens": one.tokens}
+                lines.write(json.dumps({**one.prompt.columns, **of_prompt, "completions": completions}) + "\n")
+
+
+def _item(one: Encoded, text: "Completion", reward: float) -> Item:
+    return Item(one.tokens, tuple(text.tokens), tuple(text.log_probabilities), reward, truncated=text.truncated)

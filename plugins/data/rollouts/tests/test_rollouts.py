@@ -1,0 +1,256 @@
+"""Completions that the model samples between steps: as the trainer computes them, under layouts, after a resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mplug_rollouts.loader import RolloutLoader
+
+from mplug import SAMPLED, UsageError
+from mplug.model.build import build_model
+from mplug.run.prepare import check_data
+from mplug.training.assembly import Parts, build
+from mplug.training.evaluation import evaluate
+from mplug_testing import DataSuite
+from mplug_testing.harness import in_fp64, tiny_run
+from mplug_testing.parity import require_parity
+
+HERE = Path(__file__).parent
+TINY: dict[str, Any] = {
+    "data.name": "rollouts",
+    "data.path": str(HERE / "prompts.jsonl"),
+    "data.rewards": [f"{HERE / 'rewarding.py'}:share_of_a"],
+    "data.num_generations": 4,
+    "data.max_tokens": 7,
+    "data.lanes": 3,
+    "data.per_sample": 2,
+    "data.validation_percent": 30,
+    "objectives.grpo.loss": "grpo",
+    "trainer.seq_length": 48,
+    "trainer.global_batch_size": 4,
+    "trainer.eval_samples": 2,
+    "kernels.default": None,
+    "optimizer.lr": 0.02,
+}
+GIVEN: dict[str, Any] = {
+    **{name: value for name, value in TINY.items() if name not in ("data.rewards", "trainer.global_batch_size")},
+    "data.completions": "given",
+    "data.path": str(HERE / "given.jsonl"),
+}
+
+
+def steps(parts: Parts, run: Any, numbers: range, lr: float = 0.02) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of steps."""
+    found = []
+    for step in numbers:
+        run.step = step
+        parts.stepper.forward_backward(parts.train_loader.take(run.config.trainer.global_batch_size), step)
+        result = parts.stepper.update(lr, 0.0)
+        found.append((float(result.loss), float(result.grad_norm)))
+    return found
+
+
+def test_units_that_training_compiles_sample_as_they_are() -> None:
+    """Each length of a prompt would be compiled anew; the completions are those of a run that compiles nothing."""
+    found = []
+    for backend in ("never", "aot_eager"):
+        run = tiny_run(in_fp64({**TINY, "trainer.compile": backend}))
+        parts = build(run)
+        found.append(list(parts.train_loader.loader.take(4)))
+        units = parts.model.plan.inference
+        changed = [one.name for one in units if one.method in vars(parts.model.module.get_submodule(one.name))]
+        assert bool(changed) == (backend != "never")
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_gives_tokens_the_log_probabilities_with_which_they_were_sampled(temperature: float) -> None:
+    """Up to rounding: a matrix product of one position adds in another order than one of a whole sample."""
+    settings = {"data.temperature": temperature, "objectives.grpo.temperature": temperature, "adapters.lora.rank": 3}
+    run = tiny_run(in_fp64({**TINY, **settings}))
+    parts = build(run)
+    for step in (1, 2):
+        run.step = step
+        parts.stepper.forward_backward(parts.train_loader.take(4), step)
+        result = parts.stepper.update(0.02, 0.0)
+        assert float(result.statistics["sampling/logp_difference"]) < 1e-13
+        assert float(result.statistics["clip_ratio/region_mean"]) == 0
+        figures = run.hooks.each("step_figures", run=run, record={"step": step})
+        (own,) = (found for _, found in figures if "reward" in found)
+        assert 0 <= own["reward"] <= 1
+        assert 0 < own["completions/mean_length"] <= 7
+        assert own["reward_std"] > 0
+
+
+def test_a_model_learns_what_is_rewarded() -> None:
+    """The held-out loss is minus the mean reward of the likeliest tokens."""
+    settings = {**TINY, "objectives.grpo.loss": "dapo", "trainer.global_batch_size": 16, "data.lanes": 32}
+    run = tiny_run({**settings, "data.max_tokens": 5, "trainer.precision": "fp32"})
+    parts = build(run)
+    before = evaluate(run, parts)
+    steps(parts, run, range(1, 13), 0.01)
+    after = evaluate(run, parts)
+    assert -1 <= after < before - 0.3
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero2", "tp2 parallel.tp.sequence_parallel=false"])
+@pytest.mark.wide("layouts", quick=["zero2"])
+def test_a_layout_samples_and_computes_what_one_process_does(layout: str) -> None:
+    """By a loss that is not zero in the first step, where all ratios are 1 and advantages add to zero."""
+    require_parity({**TINY, "objectives.grpo.loss": "cispo", "objectives.grpo.epsilon_high": 5.0}, layout)
+
+
+REFUSED = {
+    "pp2": "the model is divided into the chunks of a pipeline",
+    "cp2": r"divides the sequence .*of a sample \(cp=2\), which grows token by token",
+    "fsdp2": "stores parts of .* that training gathers for each pass, and sampling gathers no weights",
+    "tp2": "divides the positions of a call among 2 ranks; .*tensor parallelism without sequence parallelism",
+}
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_layouts_whose_ranks_cannot_sample_are_refused_before_launch(layout: str) -> None:
+    with pytest.raises(UsageError, match=REFUSED[layout]):
+        build_model(tiny_run({**TINY, "parallel.layout": layout}))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero2", "fsdp2"])
+@pytest.mark.wide("layouts", quick=["cp2"])
+def test_given_completions_are_trained_on_under_every_layout(layout: str) -> None:
+    require_parity({**GIVEN, "objectives.grpo.loss": "gspo"}, layout)
+
+
+def test_a_resumed_run_continues_with_the_completions_that_no_step_has_taken() -> None:
+    """A rollout of 3 prompts has 12 completions, each twice; a step takes 8. The state is plain data."""
+    settings = in_fp64({**TINY, "data.prompts_per_rollout": 3, "data.repeats": 2})
+    run = tiny_run(settings)
+    whole = build(run)
+    expected = steps(whole, run, range(1, 6))
+    again = tiny_run(settings)
+    first = build(again)
+    assert steps(first, again, range(1, 3)) == expected[:2]
+    state = json.loads(json.dumps(first.train_loader.state_dict()))
+    assert len(state["completions"]) == 8
+    rest = build(tiny_run(settings))
+    rest.train_loader.load_state_dict(state, 8)
+    batches = [list(parts.train_loader.loader.take(4)) for parts in (first, rest)]
+    for one, other in zip(*batches, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_completions_of_a_rollout_are_those_of_its_seed_and_prompts_alone() -> None:
+    """Neither the number of lanes nor the size of micro batches changes them."""
+    found = []
+    for lanes, size in ((1, 1), (5, 4)):
+        run = tiny_run(in_fp64({**TINY, "data.lanes": lanes, "trainer.micro_batch_size": size}))
+        parts = build(run)
+        batches = list(parts.train_loader.loader.take(4))
+        found.append({name: torch.cat([batch[name] for batch in batches]) for name in ("tokens", "labels", SAMPLED)})
+    assert torch.equal(found[0]["tokens"], found[1]["tokens"])
+    assert torch.equal(found[0]["labels"], found[1]["labels"])
+    torch.testing.assert_close(found[0][SAMPLED], found[1][SAMPLED], rtol=1e-12, atol=1e-12)
+
+
+def test_saved_rollouts_are_given_completions_with_the_same_loss(tmp_path: Path) -> None:
+    """The file of a run is read again: the same loss and gradient norm, without sampling."""
+    batch = {"trainer.global_batch_size": 4}
+    run = tiny_run(in_fp64({**TINY, "data.save": True}))
+    run.directory = tmp_path
+    parts = build(run)
+    expected = steps(parts, run, range(1, 2), 0.0)
+    path = tmp_path / "rollouts.jsonl"
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 1]
+    given = tiny_run(in_fp64({**GIVEN, "data.path": str(path), "data.validation_path": str(path), **batch}))
+    found = steps(build(given), given, range(1, 2), 0.0)
+    assert found[0] == (pytest.approx(expected[0][0], abs=1e-9), pytest.approx(expected[0][1], rel=1e-6))
+
+
+def test_truncated_completions_may_have_no_target() -> None:
+    counts = []
+    for masked in (False, True):
+        run = tiny_run(in_fp64({**GIVEN, "data.mask_truncated": masked}))
+        batches = list(build(run).train_loader.loader.take(4))
+        counts.append(sum(int((batch["labels"] != -100).sum()) for batch in batches))
+    assert 0 < counts[1] < counts[0]
+
+
+class TestRollouts(DataSuite):
+    """Given completions: sampled ones need a model, and the tests above have one."""
+
+    plugin = "rollouts"
+    next_tokens = False
+    settings = GIVEN
+    examples = {
+        "tokenizer": ["no-such-tokenizer"],
+        "tokenizer_options": [{"no_such_option": 1}],
+        "template_variables": [{"bos_token": "<s>"}],
+        "scale": ["none"],
+        "mask_truncated": [True],
+    }
+    beside = {"template_variables": {"data.template": "no-such-file.jinja"}}
+    without_effect = dict.fromkeys(
+        (
+            "completions", "rewards", "reward_weights", "reward_seconds", "reward_processes", "num_generations",
+            "prompts_per_rollout", "repeats", "temperature", "lanes", "graphs", "save", "validation_path",
+            "validation_percent", "log_probabilities", "template", "special_tokens", "max_tokens",
+        ),
+        "it is of sampled completions or of messages, which the tests of this file train on",
+    )  # fmt: skip
+
+
+def refusal(lines: list[Any], tmp_path: Path, **changes: Any) -> str:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given = {**TINY, "data.path": str(path), "trainer.eval_every": 0}
+    try:
+        run = tiny_run({**given, **{name.replace("__", "."): value for name, value in changes.items()}})
+        check_data(run)
+        build(run)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_wrong_with_lines_and_settings_is_one_sentence(tmp_path: Path) -> None:
+    assert "lines.jsonl:1 has no 'prompt'" in refusal([{"text": "x"}], tmp_path)
+    assert "message 1 of 'prompt', has no string 'role'" in refusal([{"prompt": [{"content": "x"}]}], tmp_path)
+    assert "no prompt of the train split can be used (" in refusal(
+        [{"prompt": f"{number}{'x' * 60}"} for number in range(20)], tmp_path
+    )
+    few = "which is no multiple of data.num_generations=3"
+    assert few in refusal([{"prompt": "x"}], tmp_path, data__num_generations=3)
+    assert "do not fit into trainer.seq_length=48" in refusal([{"prompt": "x"}], tmp_path, data__max_tokens=30)
+    assert "sampled completions need rewards" in refusal([{"prompt": "x"}], tmp_path, data__rewards=[])
+    other = "objectives.grpo.temperature=1 is not data.temperature=0.5"
+    assert other in refusal([{"prompt": "x"}], tmp_path, data__temperature=0.5)
+    given = {"data__completions": "given", "data__rewards": []}
+    assert "has no list 'completions' of 2 or more" in refusal([{"prompt": "x"}], tmp_path, **given)
+    lines = [{"prompt": "x", "completions": [{"text": "a", "reward": 1}, {"text": "b", "reward": 0}]}]
+    assert "completion 1, has no 'log_probabilities'" in refusal(lines, tmp_path, **given)
+
+
+def test_messages_are_written_by_the_template_and_answers_end_where_it_ends_them(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": "x"}]} for n in (1, 2)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    settings = {"data.path": str(path), "data.rewards": [f"{HERE / 'rewarding.py'}:of_messages"]}
+    run = tiny_run({**TINY, **settings, "data.per_sample": 1, "trainer.seq_length": 64, "trainer.eval_every": 0})
+    (batch, *_) = build(run).train_loader.loader.take(4)
+    tokenizer = run.hooks.call.build_tokenizer(run=run)
+    first = int((batch["labels"][0] != -100).nonzero()[0])  # the last token of the prompt
+    text = tokenizer.decode(batch["tokens"][0, : first + 1].tolist())
+    assert text in [f"<|im_start|>user\nSay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 2)]
+
+
+def test_a_command_that_trains_nothing_is_told_why_it_has_no_completions() -> None:
+    run = tiny_run(TINY)
+    loader = run.hooks.call.build_loader(run=run, split="train")
+    assert isinstance(loader, RolloutLoader)
+    with pytest.raises(UsageError, match="samples completions while a model trains"):
+        loader.take(4)

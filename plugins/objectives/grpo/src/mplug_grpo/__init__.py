@@ -1,0 +1,49 @@
+"""Learning from rewards: GRPO (arXiv 2402.03300), Dr. GRPO, DAPO, GSPO and CISPO, on completions with advantages."""
+
+from typing import TYPE_CHECKING
+
+from mplug import UsageError, hookimpl
+from mplug_grpo.config import GRPOConfig
+
+if TYPE_CHECKING:
+    from mplug import Model, Run, RunConfig
+
+LABEL = "objectives/grpo"
+
+
+class PolicyOptimization:
+    """Raises the probability of completions that are better than others of their prompt."""
+
+    Config = GRPOConfig
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """Refuse another temperature than that of the data's sampler."""
+        sampled = getattr(config.data, "temperature", None)
+        if sampled is not None and sampled != self.config.temperature:
+            raise UsageError(
+                f"objectives.grpo.temperature={self.config.temperature:g} is not data.temperature={sampled:g}, with "
+                f"which the completions are sampled; set both to the same number"
+            )
+
+    @hookimpl
+    def captures(self) -> bool | str:
+        """CUDA graphs replay a step without a pass with other weights."""
+        return "runs a forward pass with the first weights before each step" if self.config.beta else True
+
+    @hookimpl
+    def adapt_model(self, run: "Run", model: "Model") -> None:
+        """Let the model's end compute the loss of completions."""
+        from mplug_grpo.losses import loss_of
+        from mplug_nn import set_objective
+
+        objective = loss_of(self.config, run.config.trainer.seq_length)
+        set_objective(run, model, objective, LABEL)
+        if run.trains and objective.soft_cap is not None and self.config.temperature != 1.0:
+            raise UsageError(
+                f"{LABEL}: the model caps its logits, and objectives.grpo.temperature divides logits that are not "
+                f"capped; set objectives.grpo.temperature=1 and the temperature of the data to 1"
+            )

@@ -1,0 +1,101 @@
+"""Sampling between the steps of a run that trains: by the weights themselves, which are not copied."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from mplug import Model, Run, UsageError
+from mplug.commands import Instead, Selection
+from mplug_sampling.continuous import Lanes
+from mplug_sampling.sampler import Sampler
+from mplug_sampling.sampling import Sampling
+
+
+class TrainedSampler(Sampler):
+    """The model of a run that trains, which also samples. It replaces no kernel, because the kernels train too."""
+
+    def select(self, run: Run, model: Model, selection: Selection) -> None:
+        """The part in the hook `offers_selected`. UsageError if the model cannot sample with static caches."""
+        self.offers_selected(run, model, selection)
+        if self.eager_because:
+            raise UsageError(
+                f"rollouts need caches that do not grow, and {self.eager_because}; use a kernel with static keys "
+                f"(--attention sdpa or reference) and a layout that divides neither layers nor positions, such as "
+                f"data parallelism, or tensor parallelism without sequence parallelism"
+            )
+
+    def own_units(self) -> Instead:
+        """The methods of the units' classes, if training calls others: compiled for its shapes, or recomputed."""
+        found = dict[str, Callable[..., object]]()
+        for unit in self.model.plan.inference:
+            part = self.model.module.get_submodule(unit.name)
+            if unit.method in vars(part):
+                found[unit.name] = partial(getattr(type(part), unit.method), part)
+        return found
+
+    def _use_plain_attention(self, run: Run, selection: Selection) -> None:
+        """Leave the needs that a kernel does not serve, so that the host refuses the kernel."""
+
+
+@dataclass
+class Completion:
+    """The tokens that follow a prompt, with their log-probabilities when they were sampled.
+
+    The last token is an end token, unless the text is `truncated`.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    truncated: bool = False
+
+
+def complete(
+    lanes: Lanes,
+    num_lanes: int,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[int],
+    num_tokens: int,
+    sampling: Sampling,
+    ends: Collection[int],
+) -> list[Completion]:
+    """The completions of prompts, of up to `num_tokens` tokens each. A free lane takes the next prompt at once.
+
+    `keys` are those of the completions' random numbers. All ranks of a layout make the same calls. The model's mode
+    (training or evaluation) is the same afterwards.
+    """
+    module = lanes.model.module
+    was_training = module.training
+    module.eval()
+    lanes.model.weights_settled()
+    lanes.forget_prompt()
+    found = [Completion() for _ in prompts]
+    waiting, free, running = deque(range(len(prompts))), deque(range(num_lanes)), dict[int, int]()
+
+    def take(lane: int, token: int, log_probability: float) -> None:
+        text = found[running[lane]]
+        text.tokens.append(token)
+        text.log_probabilities.append(log_probability)
+        text.truncated = token not in ends and len(text.tokens) >= num_tokens
+        if token in ends or text.truncated:
+            lanes.end(lane)
+            del running[lane]
+            free.append(lane)
+
+    try:
+        while waiting or running:
+            while waiting and free:
+                lane, number = free.popleft(), waiting.popleft()
+                running[lane] = number
+                token = lanes.begin(lane, prompts[number], keys[number], sampling)
+                take(lane, token, float(lanes.log_probabilities()))
+            if running:
+                tokens = lanes.step()
+                scores = lanes.log_probabilities().tolist()
+                for lane in list(running):
+                    take(lane, tokens[lane], scores[lane])
+    finally:
+        for one in lanes.modules:
+            one.cache = None
+        module.train(was_training)
+    return found

@@ -26,6 +26,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.evaluation import evaluate_unless_stopped
+from mplug.training.healing import Healer, healer_of
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.relayouts import Relayouts
 from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
@@ -70,8 +71,10 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = position_of(run, parts)
         run.enter("loading a checkpoint" if resume_from else "beginning the run")
-        loaded, resumed_from = Loaded(), None
-        if resume_from is None:
+        loaded, resumed_from, healer = Loaded(), None, healer_of(run)
+        if healer is not None and healer.restore(run, position):
+            _report(run, [f"the run continues after step {run.step}, from the copies in its processes"])
+        elif resume_from is None:
             loaded = _begin(run, parts)
         else:
             choice = position.choose(resume_from)
@@ -87,7 +90,7 @@ def train(
             _report(run, data_gap(run, position.parts.train_loader.loader.samples_per_epoch))
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
-            val_loss = _steps(run, position, time_left)
+            val_loss = _steps(run, position, time_left, healer)
             run.hooks.observe("run_finished", run=run)
             log.info("%s after step %d of %d", ENDED, run.step, run.config.trainer.steps)
             if run.step == run.config.trainer.steps and (
@@ -167,7 +170,7 @@ def _finishing_saves_on_failure(run: Run, position: Position) -> Iterator[None]:
         raise
 
 
-def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
+def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | None = None) -> float | None:
     """Run the remaining steps; return the last validation loss.
 
     Each iteration launches a step, and reports the previous one while the device computes. `settle` reads the step's
@@ -176,6 +179,8 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     trainer, val_loss, report = run.config.trainer, None, Report(run, position)
     relayouts: Relayouts | None = None if isinstance(position, Unsaved) else provided(RELAYOUTS)
     save_times = save_times_of(run)
+    if healer is not None and run.step < trainer.steps:
+        healer.keep(run, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
         run.enter(Activity.STEP, run.step)
@@ -208,6 +213,12 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
         if relayouts is not None and report.relayout and not (last or report.stop):
             _change_layout(run, position, report, relayouts)
             time_left.skip_step()
+        if healer is not None and not (last or report.stop) and healer.is_due(run):
+            report.settle()
+            report.publish()
+            run.enter(Activity.COPYING)
+            healer.keep(run, position)
+            report.pause()
     run.enter(Activity.WRITING)
     position.saver.wait()
     run.enter("ending the run")

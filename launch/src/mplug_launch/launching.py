@@ -10,6 +10,7 @@ from mplug_launch.launchers import launched
 
 if TYPE_CHECKING:
     from mplug.distributed.supervision import Supervisor
+    from mplug.run.launching import Healing
     from mplug.run.run import Run
 
 
@@ -33,11 +34,12 @@ class Launching:
         *arguments: Any,
         port: int | None = None,
         supervisor: "Supervisor | None" = None,
+        healing: "Healing | None" = None,
     ) -> Any:
         """Do the work in processes of this machine."""
         from mplug_launch.launch import launch
 
-        return launch(size, work, *arguments, port=port, supervisor=supervisor)
+        return launch(size, work, *arguments, port=port, supervisor=supervisor, healing=healing)
 
     def joined(
         self,

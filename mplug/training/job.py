@@ -114,7 +114,7 @@ def work(job: Job, send: Send | None = None) -> Outcome:
 
 def _beginning_of(job: Job, send: Send | None) -> Path | None:
     """The checkpoint from which the run continues; the newest one if its processes begin again after a death."""
-    saving: "Saving | None" = provided(SAVERS) if send is not None and attempt() else None
+    saving: Saving | None = provided(SAVERS) if send is not None and attempt() else None
     return job.resume_from if saving is None else saving.newest(job.directory, restarted=True)
 
 

@@ -211,14 +211,18 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
         _report_saved(run, position)
         time_left.check()
         if relayouts is not None and report.relayout and not (last or report.stop):
+            began = time.monotonic()
             _change_layout(run, position, report, relayouts)
             time_left.skip_step()
+            save_times.exclude(time.monotonic() - began)
         if healer is not None and not (last or report.stop) and healer.is_due(run):
+            began = time.monotonic()
             report.settle()
             report.publish()
             run.enter(Activity.COPYING)
             healer.keep(run, position)
             report.pause()
+            save_times.exclude(time.monotonic() - began)
     run.enter(Activity.WRITING)
     position.saver.wait()
     run.enter("ending the run")

@@ -53,6 +53,11 @@ class OptimalSaves:
         if run.rank == 0:
             self._report(steps, steps * per_step, stall, mean)
 
+    def exclude(self, seconds: float) -> None:
+        """Training has paused: leave the time out of that of the steps."""
+        if self._since is not None:
+            self._since = (self._since[0], self._since[1] + seconds)
+
     def _report(self, steps: int, interval: float, stall: float, mean: float) -> None:
         sentence = (
             f"the next checkpoint follows after {steps:,} step{'s' * (steps != 1)} ({duration(interval)}): a save "

@@ -136,7 +136,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     line = Pipe(ends.pop(int(os.environ["LOCAL_RANK"])))
     for end in ends:
         end.close()
-    _report_termination(line)
+    report_termination(line)
     line.send(Started(os.getpid()))
     threading.Thread(target=_forward_signals, args=(line,), daemon=True).start()
     try:
@@ -148,7 +148,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     return result
 
 
-def _report_termination(line: Pipe) -> None:
+def report_termination(line: Pipe) -> None:
     """Send `TERMINATED` before dying of SIGTERM: elastic ends processes whose errors it has not received yet."""
 
     def terminated(number: int, frame: object) -> None:

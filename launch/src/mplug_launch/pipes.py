@@ -34,7 +34,7 @@ PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {
 """Errors of a process that the launcher raises unchanged, because their message addresses the user."""
 
 
-def _cause_of_death(exit_code: int) -> str:
+def cause_of_death(exit_code: int) -> str:
     """How a process died that sent no error; a negative status is the number of a signal."""
     if exit_code < 0:
         return f"of {signal.Signals(-exit_code).name}"
@@ -186,7 +186,7 @@ class Pipes:
             return None
         _, rank, message = first
         if message is None:
-            return RunError(f"{self._rank_name(rank)} died {_cause_of_death(exit_codes.get(rank, 0))}")
+            return RunError(f"{self._rank_name(rank)} died {cause_of_death(exit_codes.get(rank, 0))}")
         kind, text = message
         if kind == PluginError.__name__:
             return PluginError(f"rank {rank} on {socket.gethostname()}: {text}")

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,11 +24,11 @@ from typing import Any
 
 from mplug.distributed.supervision import Supervisor
 from mplug.distributed.world import LOCALHOST
-from mplug.errors import Diverged, RunError, UsageError, counted
+from mplug.errors import Diverged, RunError, UsageError
 from mplug.run.launching import Healing, Stopped
-from mplug_launch.launch import GRACE, _report_termination
+from mplug_launch.launch import GRACE, report_termination
 from mplug_launch.meeting import GPU
-from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, Started
+from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, Started, cause_of_death
 
 log = logging.getLogger("mplug")
 
@@ -178,21 +178,30 @@ class Crew(Pipes):
         return sorted(failed & self.ranks.keys())
 
     def heal(self) -> bool:
-        """Let the run go on without the processes that have died; False if it cannot."""
+        """Let the run go on without the processes that have died or hang; False if it cannot."""
         failures = {number: message for _, number, message in self._failures() if number in self.ranks}
-        hung = {number for number in failures if number in self.hung}
-        if not failures or self.results or any(message is not None and number not in hung for number, message in failures.items()):
+        own_errors = [number for number, message in failures.items() if message is not None and number not in self.hung]
+        if not failures or own_errors or self.results:
             return False
-        sentences = [self._sentence(number, failures[number]) for number in failures]
+        sentences = [str(message[1]) if message else self._death_of(number) for number, message in failures.items()]
         alive = [number for number in sorted(self.ranks, key=self.ranks.__getitem__) if number not in failures]
-        spares = [number for number in self._living() if number not in self.ranks]
+        spares = [number for number in sorted(self.own_ends.values()) if number not in self.ranks]
         chosen = self._chosen(alive, spares)
         if chosen is None:
             return False
+        self._go_on(chosen, failures)
+        where = f"in {self.size} process{'es' * (self.size > 1)}"
+        helpers = sum(number in spares for number in chosen.values())
+        helped = f", with {helpers} spare process{'es' * (helpers > 1)}" if helpers else ""
+        print(f"mplug: {'; '.join(sentences)}; the run goes on {where}{helped}", file=sys.stderr, flush=True)
+        return True
+
+    def _go_on(self, chosen: Mapping[int, int], failures: Collection[int]) -> None:
+        """Begin the next attempt, in the processes `chosen` by their ranks; new ones take the GPUs of the dead."""
         gpus = [self.gpus[number] for number in failures]
-        replaced = sum(number in spares for number in chosen.values())
-        for number in (number for number in chosen.values() if number in spares):
-            self.gpus[number] = gpus.pop(0) if gpus else number
+        for number in chosen.values():
+            if number not in self.gpus:
+                self.gpus[number] = gpus.pop(0) if gpus else number
         self.ranks, self.size = {number: rank for rank, number in chosen.items()}, len(chosen)
         self.ends = [end for end in self.ends if end[1] not in failures]
         self.hung.clear()
@@ -200,10 +209,9 @@ class Crew(Pipes):
         self.attempt += 1
         self._watch()
         self._send_memberships()
-        where = f"in {counted(self.size, 'process')}" if self.size == 1 else f"in {self.size} processes"
-        helped = f", with {counted(replaced, 'spare process')}{'es' * (replaced > 1)}" if replaced else ""
-        print(f"mplug: {'; '.join(sentences)}; the run goes on {where}{helped}", file=sys.stderr, flush=True)
-        return True
+
+    def _death_of(self, number: int) -> str:
+        return f"{self._rank_name(number)} died {cause_of_death(self.exit_codes.get(number, 0))}"
 
     def _chosen(self, alive: list[int], spares: list[int]) -> dict[int, int] | None:
         """The processes of the next attempt by their ranks; None if they are too few.
@@ -223,12 +231,6 @@ class Crew(Pipes):
             if len(alive) > size and self.healing.covers(rest, self.size):
                 alive.remove(number)
         return dict(enumerate([*alive, *spares][:size]))
-
-    def _living(self) -> list[int]:
-        return sorted(self.own_ends.values())
-
-    def _sentence(self, number: int, message: Any) -> str:
-        return str(self.first_failure(self.exit_codes)) if message is None else str(message[1])
 
     def _watch(self) -> None:
         self.monitor = self.supervisor.monitor() if self.supervisor else None
@@ -317,7 +319,7 @@ def _process(number: int, ends: Sequence[Connection], work: Callable[..., Any], 
         if other != number:
             end.close()
     line = Pipe(ends[number])
-    _report_termination(line)
+    report_termination(line)
     line.send(Started(os.getpid()))
     inbox = Inbox(line)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -347,7 +349,6 @@ def _attempted(
         return (type(error).__name__, str(error)), None
     except Exception as error:
         failure = type(error).__name__, str(error)
-        log.exception("this process leaves its work")
     again = inbox.take(PATIENCE)  # the error and what its traceback holds are free here
     return (None, again) if again is not None else (failure, None)
 
@@ -367,4 +368,3 @@ def leave_groups() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
-

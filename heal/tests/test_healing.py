@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import mplug_heal.copies
+import mplug_heal.relayouts
 from mplug.config.sources import Settings, from_mapping, merge
 from mplug.distributed.supervision import Send
 from mplug.distributed.world import World, attempt
@@ -20,12 +21,13 @@ from mplug.run.metrics_file import METRICS, read_records
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.healing import healer_of
-from mplug.training.job import Job, Outcome, work
+from mplug.training.job import Job, Outcome, supervisor_of, work
 from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug.training.stepper import DefaultStepper
 from mplug_heal.copies import _newest_complete
 from mplug_heal.healing import covers, keeper
+from mplug_heal.requests import ask
 from mplug_saving.folder import complete
 from mplug_saving.saver import Saver
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_settings
@@ -59,12 +61,12 @@ def dying(job: Job, deaths: tuple[Death, ...], send: Send) -> Outcome:
     return work(job, send)
 
 
-def _dies_before(owner: Any, name: str, step_of: Callable[[Any], int], step: int) -> None:
+def _dies_before(owner: Any, name: str, step_of: Callable[[Any], int], step: int, by: int = signal.SIGKILL) -> None:
     method = getattr(owner, name)
 
     def replaced(self: Any, *arguments: Any, **named: Any) -> Any:
         if step_of(self) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
         return method(self, *arguments, **named)
 
     setattr(owner, name, replaced)
@@ -91,6 +93,22 @@ def _raises(step: int) -> None:
     DefaultStepper.update = update  # type: ignore[method-assign]
 
 
+def _asks_and_dies(step: int) -> None:
+    """Ask for another layout in the first step, and die under it."""
+    apply, mplug_heal.relayouts.INTERVAL = DefaultStepper.apply, 0.0
+
+    def asking(self: DefaultStepper, *arguments: Any) -> Any:
+        if self.run.step == 1:
+            assert self.run.directory is not None
+            ask(self.run.directory, "fsdp2")
+        if self.run.step == step:
+            assert self.run.config.parallel.layout == "fsdp2"
+            os.kill(os.getpid(), signal.SIGKILL)
+        return apply(self, *arguments)
+
+    DefaultStepper.apply = asking  # type: ignore[method-assign]
+
+
 STEP = [0]
 PREPARED: dict[str, Callable[[int], None]] = {
     "forward": lambda step: _dies_before(DefaultStepper, "entries", _step, step),
@@ -99,7 +117,9 @@ PREPARED: dict[str, Callable[[int], None]] = {
     "update": lambda step: _dies_before(DefaultStepper, "apply", _step, step),
     "save": lambda step: _dies_before(Saver, "save", _step, step),
     "copy": _dies_copying,
+    "relayout": _asks_and_dies,
     "error": _raises,
+    "stop": lambda step: _dies_before(DefaultStepper, "apply", _step, step, signal.SIGSTOP),
 }
 
 
@@ -110,7 +130,7 @@ def healed(folder: Path, layout: str, settings: dict[str, Any], *deaths: Death) 
     assert healer is not None
     healing = healer.plan(run, None, job.base, job.overrides)
     job = Job(job.base, job.overrides, job.directory, None, layouts=healing.layouts)
-    found: Outcome = launch(run.mesh.world_size, dying, job, deaths, healing=healing)
+    found: Outcome = launch(run.mesh.world_size, dying, job, deaths, supervisor=supervisor_of(run), healing=healing)
     return found
 
 
@@ -163,7 +183,7 @@ def test_a_spare_process_replaces_one_whose_shards_no_replica_holds(
 
 
 @pytest.mark.wide("kills")
-@pytest.mark.parametrize("moment", [name for name in PREPARED if name != "error"])
+@pytest.mark.parametrize("moment", [name for name in PREPARED if name not in ("error", "relayout", "stop")])
 @pytest.mark.parametrize(
     ("layout", "spares", "rank"), [("dp2tp2", 0, 1), ("fsdp3", 0, 2), ("zero2tp2", 1, 0), ("dp2pp2", 0, 3)]
 )
@@ -190,6 +210,27 @@ def test_three_deaths_one_after_the_other(tmp_path: Path, undisturbed: list[dict
     healed(tmp_path, "dp4", {"extensions.heal.spares": 1, "extensions.heal.every": 1}, *deaths)
     assert_same(tmp_path, undisturbed)
     assert continued_after(tmp_path) == [1, 3, 4]
+
+
+@pytest.mark.wide("kills")
+def test_a_process_that_hangs_is_named_killed_and_replaced(
+    tmp_path: Path, undisturbed: list[dict[str, float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    healed(tmp_path, "fsdp2", {"extensions.heal.spares": 1, "extensions.watchdog.timeout": 3.0}, (5, 0, "stop"))
+    assert_same(tmp_path, undisturbed)
+    printed = capfd.readouterr().err
+    assert re.search(r"^mplug: rank 0 on \S+, last seen in step 5, stopped sending heartbeats", printed, re.MULTILINE)
+    assert "the run goes on in 2 processes, with 1 spare process\n" in printed
+
+
+@pytest.mark.wide("kills")
+def test_a_run_changes_its_layout_and_goes_on_after_a_death(
+    tmp_path: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    asking = {"extensions.heal.spares": 1, "extensions.heal.every": 1}
+    healed(tmp_path, "dp2", asking, (5, 0, "relayout"))
+    assert_same(tmp_path, undisturbed)
+    assert continued_after(tmp_path) == [4]
 
 
 @pytest.mark.wide("kills")
@@ -222,6 +263,11 @@ def layouts_of(layout: str, **settings: Any) -> dict[int, str]:
 
 def test_only_the_degree_of_data_parallelism_becomes_smaller() -> None:
     assert layouts_of("dp4tp2") == {4: "dp2tp2", 2: "tp2"}
+    assert layouts_of("dp4", **{"trainer.global_batch_size": 12, "trainer.micro_batch_size": 3}) == {
+        3: "dp3",
+        2: "dp2",
+        1: "",
+    }
     assert layouts_of("fsdp3", **{"trainer.global_batch_size": 6}) == {2: "fsdp2", 1: ""}
 
 

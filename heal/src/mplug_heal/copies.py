@@ -9,7 +9,8 @@ older one when it begins a new one, at a time when all ranks have completed the 
 import logging
 import sys
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
@@ -56,7 +57,7 @@ class Copying:
         self._every, self._hours = every, hours
         self._next = 0
         self._since: tuple[int, float] | None = None
-        self._parts: object = None
+        self._parts: Callable[[], object] = lambda: None
         self._known: LiveState | None = None
 
     def is_due(self, run: Run) -> bool:
@@ -69,9 +70,10 @@ class Copying:
         older: list[Generation] = run.kept.get(KEPT, [])
         reused = {rank: parts for old in older[:-1] for rank, parts in old.parts.items() if old.size == _size(run)}
         run.kept[KEPT] = older[-1:]
-        if self._parts is not position.parts:
-            self._known, self._parts = None, position.parts
-        self._known = live = capture(run, position, self._known)
+        if self._parts() is not position.parts:  # the layout has changed while the run trains
+            self._known, self._parts = None, weakref.ref(position.parts)
+        live = capture(run, position, self._known)
+        self._known = replace(live, own={})
         own = _copied(live.own, reused.get(run.rank, {}))
         parts = {run.rank: own}
         if run.groups is not None:

@@ -1,6 +1,7 @@
 """The layouts with fewer data-parallel ranks under which a run can go on, and the runs that cannot be healed."""
 
 from collections.abc import Iterator
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from mplug.config.sources import Settings, merge, read_assignments
@@ -10,6 +11,7 @@ from mplug.registry.provided import provided
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+
 
 if TYPE_CHECKING:
     from mplug.distributed.world import World
@@ -54,11 +56,11 @@ def smaller_layouts(run: Run, base: Settings, overrides: Settings) -> dict[int, 
     """The settings for each smaller number of processes with which the run can go on, from large to small."""
     found: dict[int, Settings] = {}
     for word in _words(run):
-        for settings in _choices(run, word):
-            candidate = _checked(run, base, merge(overrides, settings))
-            if candidate is not None and candidate.mesh.world_size not in found:
-                found[candidate.mesh.world_size] = settings
-                break
+        try:
+            size, settings = _smaller(run, base, overrides, word)
+        except (UsageError, RunError):
+            continue
+        found.setdefault(size, settings)
         if len(found) == MOST:
             break
     return dict(sorted(found.items(), reverse=True))
@@ -68,33 +70,38 @@ def _words(run: Run) -> Iterator[str]:
     """The layouts with a smaller degree of one strategy, the largest first."""
     degrees = run.config.parallel.degrees
     smaller = [{**degrees, name: lower} for name, degree in degrees.items() for lower in range(1, degree)]
-    for one in sorted(smaller, key=lambda one: -sum(one.values())):
+    for one in sorted(smaller, key=lambda one: -prod(one.values())):
         yield "".join(f"{name}{degree}" for name, degree in one.items() if degree > 1)
 
 
-def _choices(run: Run, word: str) -> Iterator[Settings]:
-    """The settings of a layout: with the same micro batches if they divide the batch, which need no more memory."""
-    assignments = [f"parallel.layout={word or EMPTY}"]
-    if run.config.trainer.micro_batch_size is None:
-        yield read_assignments([*assignments, f"trainer.micro_batch_size={run.micro_batch_size}"], SOURCE)
-    yield read_assignments(assignments, SOURCE)
-
-
-def _checked(run: Run, base: Settings, overrides: Settings) -> Run | None:
-    """The run under these settings, if it divides only its data among fewer ranks; None otherwise."""
+def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[int, Settings]:
+    """(processes, settings) of the run under a layout. UsageError unless it divides only its data among fewer ranks."""
     from mplug.model.build import build_model  # imports torch
+    from mplug.model.mixing import SAMPLES
 
+    layout = f"parallel.layout={word or EMPTY}"
+    free = read_assignments([layout, "trainer.micro_batch_size=null"], SOURCE)
+    other = prepare(resolve(Registry(), base, merge(overrides, free)))
+    if other.mesh.world_size >= run.mesh.world_size or _of_model(other) != _of_model(run):
+        raise UsageError(f"layout '{word}' divides the model in another way")
+    size = _micro_batch_size(run, other)
+    settings = read_assignments([layout, f"trainer.micro_batch_size={size}"], SOURCE)
+    other = prepare(resolve(Registry(), base, merge(overrides, settings)))
+    model = build_model(other)
+    if size != run.micro_batch_size and any(SAMPLES in (module.axes or ()) for module in model.mixing):
+        raise UsageError("a module mixes the samples of a micro batch, and the micro batches would differ")
     preflight: Preflight | None = provided(PREFLIGHTS)
-    try:
-        other = prepare(resolve(Registry(), base, overrides))
-        if other.mesh.world_size >= run.mesh.world_size or _of_model(other) != _of_model(run):
-            return None
-        model = build_model(other)
-        if preflight is not None:
-            preflight.refuse(other, model, None)
-    except (UsageError, RunError):
-        return None
-    return other
+    if preflight is not None:
+        preflight.refuse(other, model, None)
+    return other.mesh.world_size, settings
+
+
+def _micro_batch_size(run: Run, other: Run) -> int:
+    """The largest size that divides each rank's part of every batch, up to that of the run: it needs no more memory."""
+    trainer, rampup = run.config.trainer, run.config.schedule.batch_rampup
+    sizes = [trainer.global_batch_size, *([] if rampup.start is None else [rampup.start, rampup.increment])]
+    share = gcd(*sizes) // other.mesh.batch_shard(0)[1]
+    return max(size for size in range(1, run.micro_batch_size + 1) if share % size == 0)
 
 
 def _of_model(run: Run) -> dict[str, int]:

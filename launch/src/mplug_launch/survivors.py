@@ -268,20 +268,21 @@ class Inbox:
     """Receives what the launcher sends: signals, and memberships."""
 
     def __init__(self, line: Pipe) -> None:
-        self._line = line
+        self._line, self._ends_collectives = line, False
         self._memberships: queue.Queue[Membership] = queue.Queue()
         threading.Thread(target=self._receive, daemon=True, name="mplug launcher").start()
 
     def take(self, seconds: float | None = None) -> Membership | None:
         """The newest membership; None if none comes in so many seconds."""
-        try:
-            found = self._memberships.get(timeout=seconds)
-            while True:
-                found = self._memberships.get_nowait() if not self._memberships.empty() else found
-                if self._memberships.empty():
-                    return found
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                found = self._memberships.get(timeout=seconds)
+            except queue.Empty:
+                if self._ends_collectives:
+                    continue
+                return None
+            if self._memberships.empty():
+                return found
 
     def _receive(self) -> None:
         while True:
@@ -289,26 +290,25 @@ class Inbox:
                 message = self._line.recv()
             except (EOFError, OSError):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if isinstance(message, Membership):
-                self._memberships.put(message)
-                if message.attempt:
-                    abort_collectives()
-            else:
+            if not isinstance(message, Membership):
                 os.kill(os.getpid(), message)
+                continue
+            self._ends_collectives = True
+            if message.attempt:
+                abort_collectives()  # before the main thread makes the groups of the next attempt
+            self._memberships.put(message)
+            self._ends_collectives = False
 
 
 def abort_collectives() -> None:
     """End the collectives on a GPU that wait for a dead process: NCCL does not notice its death."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized() or not torch.distributed.is_initialized():
         return
-    world = torch.distributed.distributed_c10d._world
-    groups = [group for group in list(world.pg_names) if torch.distributed.get_backend(group) == "nccl"]
-    for group in reversed(groups):
-        try:
-            group.abort()
-        except Exception as error:
-            log.warning("a process group could not be ended: %s", error)
+    try:
+        torch.distributed.distributed_c10d._abort_process_group()
+    except Exception as error:
+        log.warning("the process groups could not be ended: %s", error)
 
 
 def _process(number: int, ends: Sequence[Connection], work: Callable[..., Any], *arguments: Any) -> None:
@@ -358,13 +358,9 @@ def leave_groups() -> None:
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        try:
-            dist.destroy_process_group()
-        except Exception as error:  # the groups of a GPU have been aborted
-            log.warning("the process groups have ended with an error: %s", error)
+    if dist.is_initialized():  # those of a GPU have been aborted
+        dist.destroy_process_group()
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)

@@ -12,7 +12,6 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 
-
 if TYPE_CHECKING:
     from mplug.distributed.world import World
     from mplug.training.preflight import Preflight

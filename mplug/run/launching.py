@@ -126,8 +126,8 @@ def launch(
     healing: Healing | None = None,
 ) -> Any:
     """Run `work(*arguments, send)` in `size` processes on this machine: `Launching.launch`."""
-    options = {"port": port, "supervisor": supervisor, "healing": healing}
-    return launching(f"a run of {size} processes").launch(size, work, *arguments, **options)
+    launcher = launching(f"a run of {size} processes")
+    return launcher.launch(size, work, *arguments, port=port, supervisor=supervisor, healing=healing)
 
 
 def joined(

@@ -217,8 +217,7 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
             save_times.exclude(time.monotonic() - began)
         if healer is not None and not (last or report.stop) and healer.is_due(run):
             began = time.monotonic()
-            report.settle()
-            report.publish()
+            _let_write(run, position, report)
             run.enter(Activity.COPYING)
             healer.keep(run, position)
             report.pause()
@@ -231,13 +230,18 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
     return val_loss
 
 
-def _change_layout(run: Run, position: Position, report: Report, relayouts: Relayouts) -> None:
-    """Let the run have another layout from the next step on."""
+def _let_write(run: Run, position: Position, report: Report) -> None:
+    """Wait until the last step is reported and no save is under way, whose group the ranks are about to use."""
     report.settle()
     report.publish()
     run.enter(Activity.WRITING)
     position.saver.wait()
     _report_saved(run, position)
+
+
+def _change_layout(run: Run, position: Position, report: Report, relayouts: Relayouts) -> None:
+    """Let the run have another layout from the next step on."""
+    _let_write(run, position, report)
     run.enter(Activity.RELAYOUT)
     relayouts.change(run, position)
     report.relayout = run.relayout_requested = False

@@ -21,8 +21,8 @@ from torch import Tensor
 from mplug.distributed.world import attempt
 from mplug.errors import UsageError
 from mplug.run.run import Run
-from mplug_heal.healing import keeper
 from mplug_heal.intervals import best_interval, lost_share
+from mplug_heal.keepers import keeper
 from mplug_heal.live_state import LiveState, capture, fill
 from mplug_heal.save_times import FIRST, duration, mean_between
 from mplug_saving.boxes import Boxed, State, held_boxes
@@ -37,6 +37,13 @@ KEPT = "heal"
 """The key of the generations in `Run.kept`."""
 Key = tuple[int, int]
 """The step of a generation, and the attempt in which it was made."""
+
+
+def saved_position(position: Any) -> Position:
+    """A position whose parts can be copied. UsageError for that of another package than mplug-saving."""
+    if not isinstance(position, Position):
+        raise UsageError("extensions.heal: the run is not saved by mplug-saving, whose parts are copied; install it")
+    return position
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The extension `heal`: a run goes on in its other processes after one has died."""
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mplug import hookimpl
+from mplug_heal.keepers import covers
 
 if TYPE_CHECKING:
     from mplug.config.sources import Settings
@@ -14,16 +14,6 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
     from mplug.training.healing import Healer
     from mplug.training.saving import Position
-
-
-def keeper(rank: int, size: int) -> int:
-    """The rank that keeps a second copy of what a rank owns: that of the other half of the ranks, or the next one."""
-    return (rank + max(size // 2, 1)) % size
-
-
-def covers(ranks: Collection[int], size: int) -> bool:
-    """Whether processes of these ranks together hold the state of a run of `size` ranks."""
-    return all(rank in ranks or keeper(rank, size) in ranks for rank in range(size))
 
 
 class Heal:
@@ -81,9 +71,9 @@ class Heal:
 
     def restore(self, run: "Run", position: "Position") -> bool:
         """Continue after the last step whose copies the processes hold completely."""
-        from mplug_heal.copies import restore
+        from mplug_heal.copies import restore, saved_position
 
-        return restore(run, position)
+        return restore(run, saved_position(position))
 
     def is_due(self, run: "Run") -> bool:
         """Whether to copy the state after this step."""
@@ -92,11 +82,11 @@ class Heal:
 
     def keep(self, run: "Run", position: "Position") -> None:
         """Copy the state after this step."""
-        from mplug_heal.copies import Copying
+        from mplug_heal.copies import Copying, saved_position
 
         if self._copies is None:
             self._copies = Copying(self.config.every, self.config.hours_between_failures)
-        self._copies.keep(run, position)
+        self._copies.keep(run, saved_position(position))
 
 
 if TYPE_CHECKING:

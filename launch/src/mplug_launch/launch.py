@@ -14,11 +14,13 @@ from typing import Any
 
 from mplug.distributed.supervision import Supervisor
 from mplug.errors import RunError, UsageError
-from mplug.run.launching import Healing, Stopped
+from mplug.run.launching import Stopped
 from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, PortInUse, Started
 
 STARTS = 3
 """How often the processes are started at most, if their port is taken every time."""
+PRELOADED = ["mplug.training.loop", "mplug.training.job"]
+"""The modules that processes have imported when they start."""
 GRACE = 3.0
 """Seconds in which the other processes may report their errors and end, after one has failed."""
 
@@ -49,7 +51,6 @@ def launch(
     *arguments: Any,
     port: int | None = None,
     supervisor: Supervisor | None = None,
-    healing: Healing | None = None,
 ) -> Any:
     """Run `work(*arguments, send)` in `size` processes on this machine, and return the result of rank 0.
 
@@ -61,14 +62,8 @@ def launch(
 
     The processes meet at a port that was free when torch elastic chose it. If another program has taken it by the time
     they start, they are started again, with another one.
-
-    With `healing`, the death of a process does not end the others (`mplug_launch.survivors`).
     """
-    multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
-    if healing is not None:
-        from mplug_launch.survivors import launch_survivors
-
-        return launch_survivors(size, work, arguments, port, supervisor, healing)
+    multiprocessing.set_forkserver_preload(PRELOADED)
     for _ in range(1, STARTS):
         with suppress(PortInUse):
             return _launched(size, work, arguments, port, supervisor)

@@ -39,7 +39,11 @@ class Launching:
         """Do the work in processes of this machine."""
         from mplug_launch.launch import launch
 
-        return launch(size, work, *arguments, port=port, supervisor=supervisor, healing=healing)
+        if healing is not None:
+            from mplug_launch.survivors import launch_survivors
+
+            return launch_survivors(size, work, arguments, port, supervisor, healing)
+        return launch(size, work, *arguments, port=port, supervisor=supervisor)
 
     def joined(
         self,

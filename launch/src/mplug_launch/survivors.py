@@ -26,7 +26,7 @@ from mplug.distributed.supervision import Supervisor
 from mplug.distributed.world import LOCALHOST
 from mplug.errors import Diverged, RunError, UsageError
 from mplug.run.launching import Healing, Stopped
-from mplug_launch.launch import GRACE, report_termination
+from mplug_launch.launch import GRACE, PRELOADED, report_termination
 from mplug_launch.meeting import GPU
 from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, Started, cause_of_death
 
@@ -98,6 +98,7 @@ def launch_survivors(
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    multiprocessing.set_forkserver_preload(PRELOADED)
     store = TCPStore(LOCALHOST, port or 0, is_master=True, wait_for_workers=False)
     crew = Crew(size, store.port, supervisor, healing)
     with Handler(crew) as handler:

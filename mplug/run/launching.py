@@ -38,12 +38,14 @@ class Healing:
 
     `spares` is the number of processes that the launcher starts beforehand to replace dead ones. `layouts` has the
     settings of the run by the number of processes, for each number below the full one with which it can go on.
-    `covers(ranks, size)` is whether these ranks, of `size`, together hold the whole state of the run.
+    `covers(ranks, size)` is whether these ranks, of `size`, together hold the whole state of the run. A spare process
+    calls `rehearse` with the arguments of the work when it starts, to import all that it needs later.
     """
 
     spares: int
     layouts: "Mapping[int, Settings]"
     covers: Callable[[Collection[int], int], bool]
+    rehearse: Callable[..., object]
 
 
 class Launching(Protocol):

@@ -55,7 +55,7 @@ class Heal:
     def plan(self, run: "Run", world: "World | None", base: "Settings", overrides: "Settings") -> "Healing":
         """The layouts with fewer data-parallel ranks under which the run could go on."""
         from mplug.run.launching import Healing
-        from mplug_heal.smaller import refuse_unhealable, smaller_layouts
+        from mplug_heal.smaller import refuse_unhealable, rehearsed, smaller_layouts
 
         refuse_unhealable(run, world)
         layouts = smaller_layouts(run, base, overrides) if self.config.fewer else {}
@@ -67,7 +67,7 @@ class Heal:
                 f"{'' if self.config.fewer else ' (extensions.heal.fewer=false)'}, and there is no spare one; set "
                 f"extensions.heal.spares=1"
             )
-        return Healing(self.config.spares, layouts, covers)
+        return Healing(self.config.spares, layouts, covers, rehearsed)
 
     def restore(self, run: "Run", position: "Position") -> bool:
         """Continue after the last step whose copies the processes hold completely."""

@@ -11,6 +11,7 @@ from mplug.registry.provided import provided
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug.training.job import Job
 
 if TYPE_CHECKING:
     from mplug.distributed.world import World
@@ -49,6 +50,14 @@ def refuse_unhealable(run: Run, world: "World | None") -> None:
 
     if build_model(run).engine is not None:
         raise UsageError("extensions.heal: the engine of another framework keeps the parts of this run")
+
+
+def rehearsed(job: Job, *_: object) -> None:
+    """Build the model of a run on the meta device, in a process that waits: this imports all of its plugins."""
+    from mplug.model.build import build_model  # imports torch
+    from mplug.training import loop  # noqa: F401 (what the work imports later)
+
+    build_model(prepare(resolve(Registry(), job.base, job.overrides)))
 
 
 def smaller_layouts(run: Run, base: Settings, overrides: Settings) -> dict[int, Settings]:

@@ -144,7 +144,9 @@ class Crew(Pipes):
         """Start all processes."""
         context = multiprocessing.get_context("forkserver")
         for number in range(len(self.child_ends)):
-            process = context.Process(target=_process, args=(number, self.child_ends, work, *arguments))
+            rehearse = None if number < self.size else self.healing.rehearse
+            given = (number, self.child_ends, rehearse, work, *arguments)
+            process = context.Process(target=_process, args=given)
             process.start()
             self.processes.append(process)
         self._send_memberships()
@@ -312,7 +314,13 @@ def abort_collectives() -> None:
         log.warning("the process groups could not be ended: %s", error)
 
 
-def _process(number: int, ends: Sequence[Connection], work: Callable[..., Any], *arguments: Any) -> None:
+def _process(
+    number: int,
+    ends: Sequence[Connection],
+    rehearse: Callable[..., object] | None,
+    work: Callable[..., Any],
+    *arguments: Any,
+) -> None:
     """Do the work of a process as often as a membership asks for it, in a session of its own."""
     os.setsid()
     os.environ |= {name: value for name, value in WITHOUT_WATCH.items() if name not in os.environ}
@@ -324,6 +332,8 @@ def _process(number: int, ends: Sequence[Connection], work: Callable[..., Any], 
     line.send(Started(os.getpid()))
     inbox = Inbox(line)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if rehearse is not None:
+        rehearse(*arguments)
     membership = inbox.take()
     while membership is not None:
         if membership.rank is None:

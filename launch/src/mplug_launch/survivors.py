@@ -356,11 +356,11 @@ def _attempted(
     """(the last message of this process, None), or (None, the membership with which it begins again)."""
     try:
         return Done(attempt, work(*arguments, line.send)), None
-    except (UsageError, Diverged) as error:
-        return (type(error).__name__, str(error)), None
+    except (UsageError, Diverged) as error:  # a collective that was ended on a GPU may leave any value, also NaN
+        failure, patience = (type(error).__name__, str(error)), 0.1
     except Exception as error:
-        failure = type(error).__name__, str(error)
-    again = inbox.take(PATIENCE)  # the error and what its traceback holds are free here
+        failure, patience = (type(error).__name__, str(error)), PATIENCE
+    again = inbox.take(patience)  # the error and what its traceback holds are free here
     return (None, again) if again is not None else (failure, None)
 
 

@@ -32,6 +32,8 @@ from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, Started, cause_
 
 log = logging.getLogger("mplug")
 
+LEAVING = 30.0
+"""Seconds in which a process that has done its work may end what plugins have begun."""
 LATE = -1
 """The key of the result of a process that has done its work in an earlier attempt."""
 PATIENCE = 5.0
@@ -255,7 +257,11 @@ class Crew(Pipes):
             self.exit_codes[rank] = self.processes[rank].exitcode or 0
 
     def end_all(self) -> None:
-        """End the processes: those that have failed or wait for one may report for some seconds."""
+        """End the processes. Those that have done their work leave by themselves, and others may report an error."""
+        if self.is_done:
+            deadline = time.monotonic() + LEAVING
+            for number in self.ranks.keys() & {end[1] for end in self.ends}:
+                self.processes[number].join(max(deadline - time.monotonic(), 0))
         deadline = time.monotonic() + (0.0 if self.is_done else GRACE)
         while self.ranks.keys() - {end[1] for end in self.ends} and time.monotonic() < deadline:
             self.listen(0.1)

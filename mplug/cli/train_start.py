@@ -57,7 +57,7 @@ class Start:
     about_step: list[str]
     """What a step is, how long it takes at least, and what the recipe needs that this machine lacks."""
     claim: "Claim | None"
-    healing: "Healing | None"
+    healing: "Healing | None" = None
     """How the run goes on after a process has died; None: it ends."""
 
     @property

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from mplug.cli import main
 from mplug.run.metrics_file import METRICS, read_lines
-from mplug_heal.requests import REQUEST
+from mplug_heal.requests import REQUEST, is_asked, take
 
 SETTINGS = {
     "model.num_layers": 2,
@@ -78,3 +78,11 @@ def test_the_command_changes_the_layout_of_a_run_and_reports_a_refusal(training:
     assert "does not train now (it is stopped)" in ended.output
     assert "mplug train --resume --name one --parallel dp2" in ended.output
     assert not (folder / REQUEST).exists()
+
+
+def test_the_request_of_a_command_that_has_been_killed_is_withdrawn(tmp_path: Path) -> None:
+    code = "import pathlib, sys; from mplug_heal.requests import ask; ask(pathlib.Path(sys.argv[1]), 'tp2')"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert is_asked(tmp_path)
+    assert take(tmp_path) is None
+    assert not is_asked(tmp_path)

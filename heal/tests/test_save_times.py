@@ -139,3 +139,20 @@ def test_the_next_save_does_not_begin_before_the_last_one_is_complete() -> None:
     assert not times.is_due(run)
     run.step = 11 + 50
     assert times.is_due(run)
+
+
+def next_save_after_a_pause(pause: float, excluded: float) -> int:
+    """The step at which a run saves again, whose ten steps of a second took `pause` seconds longer."""
+    run, clock = as_rank(prepare(tiny_config({"checkpoint.hours_between_failures": 0.1}))), Clock(1.0)
+    times = OptimalSaves(lambda: clock.now)
+    run.step = 1
+    times.is_due(run)
+    run.step, clock.now = 1 + FIRST, FIRST + pause
+    times.exclude(excluded)
+    times.saved(run, 0.0001, 5.0)
+    return next(step for step in range(run.step, 10**6) if setattr(run, "step", step) or times.is_due(run))
+
+
+def test_a_pause_for_a_change_of_the_layout_is_no_time_of_steps() -> None:
+    assert next_save_after_a_pause(90.0, 90.0) == next_save_after_a_pause(0.0, 0.0) == 1 + FIRST + 6
+    assert next_save_after_a_pause(90.0, 0.0) < 1 + FIRST + 6

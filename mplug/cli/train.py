@@ -135,7 +135,8 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
     for restart in range(1, restarts + 2):
         try:
             port, supervisor = start.request.master_port, supervisor_of(run)
-            outcome: Outcome = launch(run.mesh.world_size, work, job, port=port, supervisor=supervisor)
+            options: dict[str, Any] = {"port": port, "supervisor": supervisor, "healing": start.healing}
+            outcome: Outcome = launch(run.mesh.world_size, work, job, **options)
             return outcome
         except Stopped as stop:
             step = 0 if saving is None else saving.saved_since(run, readable)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.run.claim import Claim
+    from mplug.run.launching import Healing
     from mplug.run.run import Run
     from mplug.training.job import Job
     from mplug.training.saving import Changes, Checkpoint, Saving
@@ -56,6 +57,8 @@ class Start:
     about_step: list[str]
     """What a step is, how long it takes at least, and what the recipe needs that this machine lacks."""
     claim: "Claim | None"
+    healing: "Healing | None" = None
+    """How the run goes on after a process has died; None: it ends."""
 
     @property
     def is_first(self) -> bool:
@@ -67,8 +70,16 @@ class Start:
         from mplug.training.job import Job
 
         assert self.run.directory is not None
+        layouts = {} if self.healing is None else self.healing.layouts
         return Job(
-            self.base, self.changes, self.run.directory, self.resume_from, deadline, self.request.allowed, self.claim
+            self.base,
+            self.changes,
+            self.run.directory,
+            self.resume_from,
+            deadline,
+            self.request.allowed,
+            self.claim,
+            layouts,
         )
 
     def lines(self) -> list[str]:
@@ -103,6 +114,7 @@ def prepare_start(
     from mplug.run.launching import launching
     from mplug.run.metrics_file import METRICS, read_lines
     from mplug.run.prepare import check_data
+    from mplug.training.healing import healer_of
     from mplug.training.job import settle
 
     restarted, first = world is not None and world.restart > 0, _is_first(world)
@@ -125,11 +137,13 @@ def prepare_start(
     since = None if saving is None else saving.changes(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
     weights, about, about_step = _refuse_model(run, world, saving, resume_from, readable, since, request.overrides)
+    healer = healer_of(run)
+    healing = None if healer is None else healer.plan(run, world, base, changes)
     if first and saving is not None:
         claim = claim or saving.claim_new(lock, run, request.name)
     about = [*about_data, *about]
     return Start(
-        request, world, run, base, changes, resume_from, readable, weights, since, about, about_step, claim
+        request, world, run, base, changes, resume_from, readable, weights, since, about, about_step, claim, healing
     )  # fmt: skip
 
 

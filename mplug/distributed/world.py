@@ -8,6 +8,11 @@ DEFAULT_PORT = 29500
 """torch's own default, for launchers that provide no identifier of a job."""
 
 
+def attempt() -> int:
+    """How often the launcher has let the processes of this run begin again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 @dataclass(frozen=True)
 class World:
     """This process among those of its run."""
@@ -29,7 +34,7 @@ class World:
     @property
     def restart(self) -> int:
         """How often the launcher has started its processes again."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return attempt()
 
     @property
     def may_restart(self) -> bool:

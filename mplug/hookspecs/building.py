@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mplug.model.slots.selection import Selection
     from mplug.precisions.precision import Precision
     from mplug.run.run import Run
+    from mplug.training.healing import Healer
     from mplug.training.stepper import DefaultStepper
 
 # Build: before any process starts, then again on every rank.
@@ -107,6 +108,15 @@ def supervise(run: "Run") -> "Supervisor | None":
     that time, `run.rank` is not set. `mplug.Supervisor` says what the host lends the object, which can observe the run
     by `activity_began`, `run.activity` and `run.collectives_begun()`. Without an answer, torch ends a collective after
     30 minutes.
+    """
+
+
+@at_most_one
+def heal(run: "Run") -> "Healer | None":
+    """The object by which a run goes on in its other processes after one has died; None: such a run ends.
+
+    Called in `mplug train` before it starts the processes of a run, and in each process when it has built its part of
+    the run. `mplug.training.healing.Healer` is the contract.
     """
 
 

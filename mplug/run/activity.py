@@ -23,6 +23,8 @@ class Activity:
     """The wait for an asynchronous write. Its duration depends on the storage."""
     RELAYOUT: ClassVar[str] = "changing the layout"
     """A change of the layout while the run trains. Steps and saves have other durations after it."""
+    COPYING: ClassVar[str] = "copying the state"
+    """The copy of the state into the memory of other processes (`Healer.keep`)."""
     PHRASES: ClassVar[dict[str, str]] = {
         STEP: "in step {}",
         EVALUATION: "in the evaluation after step {}",

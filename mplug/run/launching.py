@@ -4,8 +4,9 @@ Importing this module imports no torch.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ from mplug.distributed.world import World
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
+    from mplug.config.sources import Settings
     from mplug.run.run import Run
 
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -27,6 +29,22 @@ class Stopped(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.signal = int(number)
+
+
+@dataclass(frozen=True)
+class Healing:
+    """How the processes of a run go on after one of them has died.
+
+    `spares` is the number of processes that the launcher starts beforehand to replace dead ones. `layouts` has the
+    settings of the run by the number of processes, for each number below the full one with which it can go on.
+    `covers(ranks, size)` is whether these ranks, of `size`, together hold the whole state of the run. A spare process
+    calls `rehearse` with the arguments of the work when it starts, to import all that it needs later.
+    """
+
+    spares: int
+    layouts: "Mapping[int, Settings]"
+    covers: Callable[[Collection[int], int], bool]
+    rehearse: Callable[..., object]
 
 
 class Launching(Protocol):
@@ -49,6 +67,7 @@ class Launching(Protocol):
         *arguments: Any,
         port: int | None = None,
         supervisor: Supervisor | None = None,
+        healing: Healing | None = None,
     ) -> Any:
         """Run `work(*arguments, send)` in `size` processes on this machine, and return the result of rank 0.
 
@@ -56,6 +75,9 @@ class Launching(Protocol):
         process dies, the launcher ends the others and raises the error of the first one: a UsageError or RunError
         unchanged, any other error as a RunError that names rank, host and step. Raises `Stopped` after a signal. With a
         supervisor, the launcher kills a process that hangs, and the error names it. No process outlives this one.
+
+        With `healing`, the death of a process does not end the others. Each does its work again, with the variables of
+        its new rank, and so does a spare process that takes part. The arguments are the same objects as before.
         """
 
     def joined(
@@ -102,9 +124,11 @@ def launch(
     *arguments: Any,
     port: int | None = None,
     supervisor: Supervisor | None = None,
+    healing: Healing | None = None,
 ) -> Any:
     """Run `work(*arguments, send)` in `size` processes on this machine: `Launching.launch`."""
-    return launching(f"a run of {size} processes").launch(size, work, *arguments, port=port, supervisor=supervisor)
+    launcher = launching(f"a run of {size} processes")
+    return launcher.launch(size, work, *arguments, port=port, supervisor=supervisor, healing=healing)
 
 
 def joined(

@@ -55,6 +55,8 @@ class Run:
     """Whether the run trains. A command that only runs the model forward sets it to False before it builds the model.
 
     Such a model has no trained parameter and no optimizer, and nothing is refused or sharded because of one."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What plugins keep in a process beyond the end of its work, by plugin, if it may do the work again (`Healer`)."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
 

@@ -1,18 +1,18 @@
 """The description of a run that each of its processes receives, and the work of such a process."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.distributed.supervision import Send, Supervisor
-from mplug.distributed.world import World
-from mplug.errors import UsageError
+from mplug.distributed.world import World, attempt
+from mplug.errors import RunError, UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl
@@ -23,6 +23,9 @@ from mplug.run.claim import Claim
 from mplug.run.launching import agreed, joined, launched, launching
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+
+if TYPE_CHECKING:
+    from mplug.training.saving import Saving
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Job:
     """The fields and sections that the user allows to change on resume."""
     claim: Claim | None = None
     """The lock of the directory; rank 0 confirms it."""
+    layouts: Mapping[int, Settings] = field(default_factory=dict)
+    """The settings with which the run goes on in fewer processes, by their number (`Healing.layouts`)."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """`Run.kept`: in each process, it is the same object as long as the process lives."""
+
+    def settings(self, world: World | None) -> Settings:
+        """The overrides of the run in this world."""
+        return merge(self.overrides, self.layouts.get(1 if world is None else world.size, {}))
 
 
 def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Run, Settings]:
@@ -81,15 +92,16 @@ def work(job: Job, send: Send | None = None) -> Outcome:
 
     It calls `send` with the number of every step; a plugin that supervises the run may send messages.
     """
-    config, world = resolve(Registry(), job.base, job.overrides), launched()
-    rank = world.rank if world else 0
+    world = launched()
+    config, rank = resolve(Registry(), job.base, job.settings(world)), world.rank if world else 0
     run = prepare(config, _observers(config, rank, send))
+    run.kept = job.kept
     from mplug.model.build import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(config)
     run.claim = job.claim if rank == 0 else None
     with among(world, run, supervisor_of(run), send):
-        run.directory, resume_from = job.directory, job.resume_from
+        run.directory, resume_from = job.directory, _beginning_of(job, send)
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # nodes may see different folders
             launching(f"a run of {world.size} processes").find_folder(run, world)
@@ -97,6 +109,12 @@ def work(job: Job, send: Send | None = None) -> Outcome:
     del run
     gc.collect()  # a process group that a reference cycle keeps alive aborts the interpreter at exit
     return outcome
+
+
+def _beginning_of(job: Job, send: Send | None) -> Path | None:
+    """The checkpoint from which the run continues; the newest one if its processes begin again after a death."""
+    saving: Saving | None = provided("savers") if send is not None and attempt() else None
+    return job.resume_from if saving is None else saving.newest(job.directory, restarted=True)
 
 
 COLLECTIVE_SECONDS = 1800.0

@@ -24,6 +24,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.faults import faults
+from mplug.training.healing import Healer, healer_of
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.preflight import Preflight
 from mplug.training.relayouts import Relayouts
@@ -70,8 +71,10 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = position_of(run, parts)
         run.enter("loading a checkpoint" if resume_from else "beginning the run")
-        loaded, resumed_from = Loaded(), None
-        if resume_from is None:
+        loaded, resumed_from, healer = Loaded(), None, healer_of(run)
+        if healer is not None and healer.restore(run, position):
+            _report(run, [f"the run continues after step {run.step}, from the copies in its processes"])
+        elif resume_from is None:
             loaded = _begin(run, parts)
         else:
             choice = position.choose(resume_from)
@@ -89,7 +92,7 @@ def train(
             _report(run, [] if preflight is None else preflight.data_gap(run, samples))
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
-            val_loss = _steps(run, position, time_left)
+            val_loss = _steps(run, position, time_left, healer)
             run.hooks.observe("run_finished", run=run)
             log.info("%s after step %d of %d", ENDED, run.step, run.config.trainer.steps)
             if run.step == run.config.trainer.steps and (
@@ -170,7 +173,7 @@ def _finishing_saves_on_failure(run: Run, position: Position) -> Iterator[None]:
         raise
 
 
-def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
+def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | None = None) -> float | None:
     """Run the remaining steps; return the last validation loss.
 
     Each iteration launches a step, and reports the previous one while the device computes. `settle` reads the step's
@@ -179,6 +182,8 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     trainer, val_loss, report = run.config.trainer, None, Report(run, position)
     relayouts: Relayouts | None = None if isinstance(position, Unsaved) else provided("relayouts")
     save_times = save_times_of(run)
+    if healer is not None and run.step < trainer.steps:
+        healer.keep(run, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
         run.enter(Activity.STEP, run.step)
@@ -209,8 +214,17 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
         _report_saved(run, position)
         time_left.check()
         if relayouts is not None and report.relayout and not (last or report.stop):
+            began = time.monotonic()
             _change_layout(run, position, report, relayouts)
             time_left.skip_step()
+            save_times.exclude(time.monotonic() - began)
+        if healer is not None and not (last or report.stop) and healer.is_due(run):
+            began = time.monotonic()
+            _let_write(run, position, report)
+            run.enter(Activity.COPYING)
+            healer.keep(run, position)
+            report.pause()
+            save_times.exclude(time.monotonic() - began)
     run.enter(Activity.WRITING)
     position.saver.wait()
     run.enter("ending the run")
@@ -221,13 +235,18 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     return val_loss
 
 
-def _change_layout(run: Run, position: Position, report: Report, relayouts: Relayouts) -> None:
-    """Let the run have another layout from the next step on."""
+def _let_write(run: Run, position: Position, report: Report) -> None:
+    """Wait until the last step is reported and no save is under way, whose group the ranks are about to use."""
     report.settle()
     report.publish()
     run.enter(Activity.WRITING)
     position.saver.wait()
     _report_saved(run, position)
+
+
+def _change_layout(run: Run, position: Position, report: Report, relayouts: Relayouts) -> None:
+    """Let the run have another layout from the next step on."""
+    _let_write(run, position, report)
     run.enter(Activity.RELAYOUT)
     relayouts.change(run, position)
     report.relayout = run.relayout_requested = False

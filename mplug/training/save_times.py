@@ -18,6 +18,9 @@ class SaveTimes(Protocol):
         `durable` is the expected time in seconds from its begin until the checkpoint is complete.
         """
 
+    def exclude(self, seconds: float) -> None:
+        """Training has paused for so many seconds, for a change of the layout or a copy of the state."""
+
 
 class EverySteps:
     """Saves every `steps` steps; never if it is 0."""
@@ -30,6 +33,9 @@ class EverySteps:
         return self.steps > 0 and run.step % self.steps == 0
 
     def saved(self, run: Run, stall: float, durable: float) -> None:
+        """Do nothing: the interval is fixed."""
+
+    def exclude(self, seconds: float) -> None:
         """Do nothing: the interval is fixed."""
 
 

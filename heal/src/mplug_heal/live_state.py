@@ -9,7 +9,7 @@ import copy
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -37,22 +37,29 @@ Asked = tuple[str, Overlap]
 class LiveState:
     """A run's state: on each rank the tensors that it would write to a checkpoint, and where those of all ranks are.
 
-    `dtypes` are those of the tensors, and `plain` is the plain data of a checkpoint, on every rank.
+    `dtypes` are those of the tensors, and `plain` is the plain data of a checkpoint, on every rank. `holders` are the
+    ranks that hold the parts of each file of the index; a checkpoint has a file per rank.
     """
 
     own: State
     index: Index
     dtypes: Mapping[str, torch.dtype]
     plain: dict[str, Any]
+    holders: Mapping[str, int]
 
 
-def capture(run: Run, position: Position) -> LiveState:
+def capture(run: Run, position: Position, known: LiveState | None = None) -> LiveState:
     """The state of a run between two steps. Collective.
 
     Tensors in the memory of the CPU are not copied, so the run must not train on with them. Those on a GPU are copied
     to the CPU's memory, so that the GPU can free them. Raises RunError if the ranks do not hold every element once.
+
+    With `known`, a state of the same parts, its index is used, and tensors stay where they are.
     """
-    own = {name: _on_cpu(boxed) for name, boxed in position.state(owned_boxes).items()}
+    state = position.state(owned_boxes)
+    if known is not None:
+        return replace(known, own=_detached(state), plain=_plain(run, position))
+    own = {name: _on_cpu(boxed) for name, boxed in state.items()}
     plans, error, tensors = at_first(run, plan_of(own)), None, dict[str, Any]()
     if run.rank == 0:
         kept = KeptPlans()
@@ -64,11 +71,26 @@ def capture(run: Run, position: Position) -> LiveState:
     raise_alike(run, error)
     index = Index.of({"files": _files(run), "tensors": tensors}) if run.rank == 0 else None
     dtypes = {name: getattr(torch, saved["dtype"]) for name, saved in tensors.items()}
-    plain = position.plain()
-    found = from_rank(run, 0, (index, dtypes, copy.deepcopy(plain)) if run.rank == 0 else None)
+    found = from_rank(run, 0, (index, dtypes) if run.rank == 0 else None)
     assert found is not None
     assert found[0] is not None
-    return LiveState(own, found[0], found[1], found[2])
+    ranks = {file_of(rank): rank for rank in range(run.mesh.world_size)}
+    return LiveState(own, found[0], found[1], _plain(run, position), ranks)
+
+
+def _plain(run: Run, position: Position) -> dict[str, Any]:
+    """The plain data of a checkpoint, on every rank: a copy."""
+    plain = position.plain()
+    found = from_rank(run, 0, copy.deepcopy(plain) if run.rank == 0 else None)
+    assert found is not None
+    return found
+
+
+def _detached(state: State) -> State:
+    return {
+        name: Boxed(boxed.shape, {start: part.detach() for start, part in boxed.parts.items()})
+        for name, boxed in state.items()
+    }
 
 
 def _files(run: Run) -> Any:
@@ -85,7 +107,7 @@ def fill(run: Run, live: LiveState, wanted: State, limit: int = LIMIT) -> int:
 
     `wanted` may be of another layout than `live`, of the same ranks.
     """
-    asked = _asked_of(live.index, wanted)
+    asked = _asked_of(live, wanted)
     own = asked.pop(run.rank, [])
     for name, overlap in own:
         _copy(live, wanted, name, overlap)
@@ -105,14 +127,13 @@ def fill(run: Run, live: LiveState, wanted: State, limit: int = LIMIT) -> int:
     return received
 
 
-def _asked_of(index: Index, wanted: State) -> dict[int, list[Asked]]:
+def _asked_of(live: LiveState, wanted: State) -> dict[int, list[Asked]]:
     """What this rank asks for, by the rank that holds it."""
-    ranks = {file_of(rank): rank for rank in range(len(index.files))}
     asked: dict[int, list[Asked]] = {}
     for name, boxed in wanted.items():
         boxes = [(start, tuple(part.shape)) for start, part in boxed.parts.items()]
-        for overlap in index.overlaps(name, boxes):
-            asked.setdefault(ranks[overlap.file], []).append((name, overlap))
+        for overlap in live.index.overlaps(name, boxes):
+            asked.setdefault(live.holders[overlap.file], []).append((name, overlap))
     return asked
 
 

@@ -7,22 +7,24 @@ that dies meanwhile does not try again when it is restarted. `relayout-answer.js
 import json
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mplug.errors import UsageError
 from mplug.system.files import write_whole
+from mplug_saving.process import Process
 
 REQUEST, ANSWER = "relayout.json", "relayout-answer.json"
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for the layout `layout`, a word such as 'tp2dp4'. `number` is unique."""
+    """A request for the layout `layout`, a word such as 'tp2dp4'. `number` is unique, `asker` the asking process."""
 
     layout: str
     number: str
+    asker: Process = field(default_factory=Process.this)
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,18 @@ def is_asked(directory: Path) -> bool:
 
 
 def take(directory: Path) -> Request | None:
-    """Remove and return the request of a run; None if it was withdrawn. UsageError if the file is not a request."""
+    """Remove and return the request of a run; None if it was withdrawn. UsageError if the file is not a request.
+
+    A request is also withdrawn if the process that has asked has been killed, as far as this one can know it.
+    """
     found = _read(directory / REQUEST)
     withdraw(directory)
     match found:
         case None:
             return None
-        case {"layout": str(layout), "number": str(number)}:
-            return Request(layout, number)
+        case {"layout": str(layout), "number": str(number), "asker": {"place": str(), "pid": int(), "start": int()}}:
+            asker = Process(**found["asker"])
+            return None if asker.runs() is False else Request(layout, number, asker)
     raise UsageError(f"'{directory / REQUEST}' is not a request of 'mplug runs relayout'; the run has removed it")
 
 

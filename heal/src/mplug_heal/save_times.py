@@ -53,11 +53,16 @@ class OptimalSaves:
         if run.rank == 0:
             self._report(steps, steps * per_step, stall, mean)
 
+    def exclude(self, seconds: float) -> None:
+        """Training has paused: leave the time out of that of the steps."""
+        if self._since is not None:
+            self._since = (self._since[0], self._since[1] + seconds)
+
     def _report(self, steps: int, interval: float, stall: float, mean: float) -> None:
         sentence = (
-            f"the next checkpoint follows after {steps:,} step{'s' * (steps != 1)} ({_duration(interval)}): a save "
-            f"stops training for {_duration(stall)}, and the run expects a failure every {_duration(mean)}; a failure "
-            f"loses {_duration(interval / 2)} of training on average, at most {_duration(interval)}; saves and "
+            f"the next checkpoint follows after {steps:,} step{'s' * (steps != 1)} ({duration(interval)}): a save "
+            f"stops training for {duration(stall)}, and the run expects a failure every {duration(mean)}; a failure "
+            f"loses {duration(interval / 2)} of training on average, at most {duration(interval)}; saves and "
             f"repeated steps take {lost_share(stall, interval, mean):.2%} of the time"
         )
         log.info("%s", sentence)
@@ -68,11 +73,16 @@ class OptimalSaves:
 
 def mean_seconds(run: Run) -> float:
     """The mean time between two failures of a run."""
-    hours = run.config.checkpoint.hours_between_failures
+    return mean_between(run, run.config.checkpoint.hours_between_failures)
+
+
+def mean_between(run: Run, hours: float | None) -> float:
+    """The mean time in seconds between two failures: `hours`, or that of Llama 3 for the number of ranks."""
     return 3600 * (GPU_HOURS_BETWEEN_FAILURES / run.mesh.world_size if hours is None else hours)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time in seconds as text, such as '3.2 min'."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

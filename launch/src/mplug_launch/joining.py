@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from mplug.distributed.world import World
-from mplug_launch.meeting import gpu_of, interfaces, meet, member, num_threads, open_store
+from mplug_launch.meeting import GPU, gpu_of, interfaces, meet, member, num_threads, open_store
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def joined(
     processes have met, and surrounds the rest of the block.
     """
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    gpu = gpu_of(world.local_rank, gpus) if gpus else 0
+    gpu = gpu_of(int(os.environ.get(GPU, world.local_rank)), gpus) if gpus else 0
     if gpus:
         torch.cuda.set_device(gpu)
     # A restarted agent keeps its store, and ranks would read the addresses of the previous attempt (pytorch #135712).

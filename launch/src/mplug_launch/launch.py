@@ -19,6 +19,8 @@ from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, PortInUse, Star
 
 STARTS = 3
 """How often the processes are started at most, if their port is taken every time."""
+PRELOADED = ["mplug.training.loop", "mplug.training.job"]
+"""The modules that processes have imported when they start."""
 GRACE = 3.0
 """Seconds in which the other processes may report their errors and end, after one has failed."""
 
@@ -61,7 +63,7 @@ def launch(
     The processes meet at a port that was free when torch elastic chose it. If another program has taken it by the time
     they start, they are started again, with another one.
     """
-    multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     for _ in range(1, STARTS):
         with suppress(PortInUse):
             return _launched(size, work, arguments, port, supervisor)
@@ -129,7 +131,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     line = Pipe(ends.pop(int(os.environ["LOCAL_RANK"])))
     for end in ends:
         end.close()
-    _report_termination(line)
+    report_termination(line)
     line.send(Started(os.getpid()))
     threading.Thread(target=_forward_signals, args=(line,), daemon=True).start()
     try:
@@ -141,7 +143,7 @@ def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) 
     return result
 
 
-def _report_termination(line: Pipe) -> None:
+def report_termination(line: Pipe) -> None:
     """Send `TERMINATED` before dying of SIGTERM: elastic ends processes whose errors it has not received yet."""
 
     def terminated(number: int, frame: object) -> None:

@@ -10,6 +10,7 @@ from mplug_launch.launchers import launched
 
 if TYPE_CHECKING:
     from mplug.distributed.supervision import Supervisor
+    from mplug.run.launching import Healing
     from mplug.run.run import Run
 
 
@@ -33,10 +34,15 @@ class Launching:
         *arguments: Any,
         port: int | None = None,
         supervisor: "Supervisor | None" = None,
+        healing: "Healing | None" = None,
     ) -> Any:
         """Do the work in processes of this machine."""
         from mplug_launch.launch import launch
 
+        if healing is not None:
+            from mplug_launch.survivors import launch_survivors
+
+            return launch_survivors(size, work, arguments, port, supervisor, healing)
         return launch(size, work, *arguments, port=port, supervisor=supervisor)
 
     def joined(

@@ -102,6 +102,10 @@ def _refusal(members: Sequence[Member]) -> str | None:
     return None
 
 
+GPU = "MPLUG_GPU"
+"""The variable of a process whose GPU does not follow from its rank: its rank has changed after a death."""
+
+
 def gpu_of(local_rank: int, num_gpus: int) -> int:
     """The index of a process's GPU among those that it sees.
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -34,7 +34,7 @@ PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {
 """Errors of a process that the launcher raises unchanged, because their message addresses the user."""
 
 
-def _cause_of_death(exit_code: int) -> str:
+def cause_of_death(exit_code: int) -> str:
     """How a process died that sent no error; a negative status is the number of a signal."""
     if exit_code < 0:
         return f"of {signal.Signals(-exit_code).name}"
@@ -98,13 +98,15 @@ class Pipes:
                 message = line.recv()
                 if isinstance(message, Started):
                     self.pids[rank] = message.pid
+                elif self.hears(rank, message):
+                    pass
                 elif isinstance(message, PluginMessage):
                     if self.monitor is not None:
-                        self.monitor.hear(rank, message.content)
+                        self.monitor.hear(self.rank_of(rank), message.content)
                 elif isinstance(message, int):
                     self.steps[rank] = message
                     if self.monitor is not None:
-                        self.monitor.begin_step(rank, message)
+                        self.monitor.begin_step(self.rank_of(rank), message)
                 else:
                     self._end(rank, message)
             except (EOFError, OSError):
@@ -113,11 +115,23 @@ class Pipes:
         if self.child_ends and len(self.pids) == len(self.child_ends):
             self._close_child_ends()
 
+    def hears(self, rank: int, message: object) -> bool:
+        """Whether a message is one of another launcher, which has received it."""
+        return False
+
+    def rank_of(self, process: int) -> int:
+        """The rank of a process; launchers that change ranks number their processes."""
+        return process
+
+    def processes_of(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The numbers of the processes with these ranks."""
+        return ranks
+
     def _end(self, rank: int, message: Any, seconds_ago: float = 0.0) -> None:
         """Record the end of a process with its last message, or None if it sent none."""
         self.ends.append((time.monotonic() - seconds_ago, rank, message))
         if self.monitor is not None:
-            self.monitor.leave(rank)
+            self.monitor.leave(self.rank_of(rank))
 
     def end_hang(self) -> None:
         """Kill the processes that hang, as the monitor reports, and record their failure as the first."""
@@ -126,7 +140,7 @@ class Pipes:
         hang = self.monitor.hang(elapsed) if self.monitor is not None else None
         if hang is None or self._failures():
             return
-        for rank in hang.ranks:
+        for rank in self.processes_of(hang.ranks):
             self._end(rank, (RunError.__name__, hang.sentence), seconds_ago=2 * AT_ONCE)
             self._kill(rank)
 
@@ -172,7 +186,7 @@ class Pipes:
             return None
         _, rank, message = first
         if message is None:
-            return RunError(f"{self._rank_name(rank)} died {_cause_of_death(exit_codes.get(rank, 0))}")
+            return RunError(f"{self._rank_name(rank)} died {cause_of_death(exit_codes.get(rank, 0))}")
         kind, text = message
         if kind == PluginError.__name__:
             return PluginError(f"rank {rank} on {socket.gethostname()}: {text}")
@@ -182,7 +196,7 @@ class Pipes:
 
     def _rank_name(self, rank: int) -> str:
         where = f"in step {self.steps[rank]}" if rank in self.steps else "before its first step"
-        return f"rank {rank} on {socket.gethostname()}, {where},"
+        return f"rank {self.rank_of(rank)} on {socket.gethostname()}, {where},"
 
     def kill(self) -> None:
         """Kill all processes at once, including stopped ones."""

@@ -109,6 +109,15 @@ class Index:
                     stored, placed = _within(begin, chunk), _within(begin, wanted)
                     yield Overlap(self.files[files[row]], chunk, wanted, stored, placed, common)
 
+    def chunks_in(self, file: str) -> Iterator[tuple[str, Start, Shape]]:
+        """The chunks of a file: the name of the tensor, where the chunk begins in it, and its shape."""
+        number = self.files.index(file)
+        for name, packed in self.packed.items():
+            files, starts, lengths = packed.unpacked(len(self.shapes[name]))
+            for row, holder in enumerate(files):
+                if holder == number:
+                    yield name, tuple(one[row] for one in starts), tuple(one[row] for one in lengths)
+
     def values_of(self, parameter: str, averages: bool) -> str:
         """The name of the tensor with the values of a parameter: its weight, or with `averages` its average if any."""
         average = f"{parameter}/{AVERAGE}"

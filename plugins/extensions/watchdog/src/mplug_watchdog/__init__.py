@@ -71,7 +71,10 @@ class Watchdog:
         self._durations = Durations()
         limits = Limits(self.config.timeout, self.config.first, self.config.multiple)
         heartbeats = Heartbeats(run.rank, self._durations, limits, run.collectives_begun, main_thread)
-        heartbeats.recorded = last_entered if self.config.recorder else list
+        # A process that begins its work again has aborted collectives, and torch's recorder keeps pointers to their
+        # events: to read it there may crash.
+        begins_again = bool(run.kept)
+        heartbeats.recorded = last_entered if self.config.recorder and not begins_again else list
         return Watch(run, heartbeats)
 
     @hookimpl

@@ -222,7 +222,7 @@ def main_thread() -> Place:
         return Place("an unknown place", 0, reads=False, waits=False)
     caller = next((frame for frame in frames if not _of_library(frame.f_code.co_filename)), frames[0])
     files = [frame.f_code.co_filename for frame in frames]
-    line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+    line = linecache.getline(caller.f_code.co_filename, caller.f_lineno or 0)  # None between two lines of a frame
     return Place(
         f"{'/'.join(Path(caller.f_code.co_filename).parts[-2:])}:{caller.f_lineno} in {caller.f_code.co_name}",
         hash(tuple((id(frame.f_code), frame.f_lasti) for frame in frames)),

@@ -1,0 +1,302 @@
+"""A process of a run dies, at any moment: the run goes on in the others, with the losses of an undisturbed run."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mplug_heal.copies
+import mplug_heal.relayouts
+from mplug.config.sources import Settings, from_mapping, merge
+from mplug.distributed.supervision import Send
+from mplug.distributed.world import World, attempt
+from mplug.errors import RunError, UsageError
+from mplug.gradients.reduction import Reduction
+from mplug.run.launching import launch
+from mplug.run.metrics_file import METRICS, read_records
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
+from mplug.training.healing import healer_of
+from mplug.training.job import Job, Outcome, supervisor_of, work
+from mplug.training.loop import train
+from mplug.training.metrics_writer import MetricsFile
+from mplug.training.stepper import DefaultStepper
+from mplug_heal.copies import _newest_complete
+from mplug_heal.keepers import covers, keeper
+from mplug_heal.requests import ask
+from mplug_saving.folder import complete
+from mplug_saving.saver import Saver
+from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_settings
+
+STEPS = 6
+SETTINGS = {
+    "trainer.steps": STEPS,
+    "trainer.precision": "fp64",
+    "trainer.global_batch_size": 8,
+    "trainer.device": "cpu",
+    "checkpoint.every": 3,
+    "extensions.heal.every": 2,
+}
+Death = tuple[int, int, str]
+"""The step in which a process dies, its rank, and the moment."""
+
+
+def overrides(settings: dict[str, Any]) -> Settings:
+    found: Settings = {}
+    for name, value in {**SETTINGS, **settings}.items():
+        found = merge(found, from_mapping(value, "the test's settings", tuple(name.split("."))))
+    return found
+
+
+def dying(job: Job, deaths: tuple[Death, ...], send: Send) -> Outcome:
+    """The work of a process of a run; in the n-th attempt, the n-th death takes place."""
+    if attempt() < len(deaths):
+        step, rank, moment = deaths[attempt()]
+        if rank == int(os.environ["RANK"]):
+            PREPARED[moment](step)
+    return work(job, send)
+
+
+def _dies_before(owner: Any, name: str, step_of: Callable[[Any], int], step: int, by: int = signal.SIGKILL) -> None:
+    method = getattr(owner, name)
+
+    def replaced(self: Any, *arguments: Any, **named: Any) -> Any:
+        if step_of(self) == step:
+            os.kill(os.getpid(), by)
+        return method(self, *arguments, **named)
+
+    setattr(owner, name, replaced)
+
+
+def _step(of: Any) -> int:
+    return int(of.run.step)
+
+
+def _dies_copying(step: int) -> None:
+    """Die in a copy of the state, after the parts are copied and before the ranks have agreed on it."""
+    _dies_before(mplug_heal.copies.Copying, "_backed", lambda _: STEP[0], step)
+    _dies_before(DefaultStepper, "update", lambda stepper: STEP.__setitem__(0, stepper.run.step) or 0, -1)
+
+
+def _raises(step: int) -> None:
+    method = DefaultStepper.update
+
+    def update(self: DefaultStepper, lr: float, weight_decay: float) -> Any:
+        if self.run.step == step:
+            raise ValueError("a fault of its own")
+        return method(self, lr, weight_decay)
+
+    DefaultStepper.update = update  # type: ignore[method-assign]
+
+
+def _asks_and_dies(step: int) -> None:
+    """Ask for another layout in the first step, and die under it."""
+    apply, mplug_heal.relayouts.INTERVAL = DefaultStepper.apply, 0.0
+
+    def asking(self: DefaultStepper, *arguments: Any) -> Any:
+        if self.run.step == 1:
+            assert self.run.directory is not None
+            ask(self.run.directory, "fsdp2")
+        if self.run.step == step:
+            assert self.run.config.parallel.layout == "fsdp2"
+            os.kill(os.getpid(), signal.SIGKILL)
+        return apply(self, *arguments)
+
+    DefaultStepper.apply = asking  # type: ignore[method-assign]
+
+
+STEP = [0]
+PREPARED: dict[str, Callable[[int], None]] = {
+    "forward": lambda step: _dies_before(DefaultStepper, "entries", _step, step),
+    "backward": lambda step: _dies_before(DefaultStepper, "loss_gradient", _step, step),
+    "reduction": lambda step: _dies_before(Reduction, "finish", lambda one: one.run.step, step),
+    "update": lambda step: _dies_before(DefaultStepper, "apply", _step, step),
+    "save": lambda step: _dies_before(Saver, "save", _step, step),
+    "copy": _dies_copying,
+    "relayout": _asks_and_dies,
+    "error": _raises,
+    "stop": lambda step: _dies_before(DefaultStepper, "apply", _step, step, signal.SIGSTOP),
+}
+
+
+def healed(folder: Path, layout: str, settings: dict[str, Any], *deaths: Death) -> Outcome:
+    job = Job(tiny_settings(), overrides({**settings, "parallel.layout": layout}), folder / "runs" / "one", None)
+    run = prepare(tiny_config({**SETTINGS, **settings, "parallel.layout": layout}))
+    healer = healer_of(run)
+    assert healer is not None
+    healing = healer.plan(run, None, job.base, job.overrides)
+    job = Job(job.base, job.overrides, job.directory, None, layouts=healing.layouts)
+    found: Outcome = launch(run.mesh.world_size, dying, job, deaths, supervisor=supervisor_of(run), healing=healing)
+    return found
+
+
+def figures(folder: Path) -> list[dict[str, float]]:
+    names = ("step", "loss", "grad_norm", "tokens", "val_loss")
+    return [{name: record[name] for name in names if name in record} for record in read_records(folder / METRICS)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The steps of one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    settings = {name: value for name, value in SETTINGS.items() if not name.startswith("extensions")}
+    train(as_rank(prepare(tiny_config(settings), {"host/metrics": MetricsFile()}, folder)))
+    return figures(folder)
+
+
+def assert_same(folder: Path, expected: list[dict[str, float]]) -> None:
+    found = figures(folder / "runs" / "one")
+    assert len(found) == len(expected) == STEPS
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=EXACT)
+    assert [path.name for path in complete(folder / "runs" / "one" / "checkpoints")][-1] == f"step_{STEPS:08}"
+
+
+def continued_after(folder: Path) -> list[int]:
+    """The steps after which rank 0 has continued from copies."""
+    text = (folder / "runs" / "one" / "logs" / "rank0.log").read_text()
+    return [int(step) for step in re.findall(r"the run continues after step (\d+), from the copies", text)]
+
+
+def test_a_run_goes_on_with_fewer_ranks_after_a_death_in_an_update(
+    tmp_path: Path, undisturbed: list[dict[str, float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    healed(tmp_path, "dp2", {}, (4, 0, "update"))
+    assert_same(tmp_path, undisturbed)
+    sentence = "in step 4, died of SIGKILL; the run goes on in 1 process\n"
+    assert re.search(rf"^mplug: rank 0 on \S+, {sentence}", capfd.readouterr().err, re.MULTILINE)
+    assert continued_after(tmp_path) == [2]
+
+
+def test_a_spare_process_replaces_one_whose_shards_no_replica_holds(
+    tmp_path: Path, undisturbed: list[dict[str, float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    healed(tmp_path, "tp2", {"extensions.heal.spares": 1}, (5, 1, "backward"))
+    assert_same(tmp_path, undisturbed)
+    sentence = "in step 5, died of SIGKILL; the run goes on in 2 processes, with 1 spare process\n"
+    assert re.search(rf"^mplug: rank 1 on \S+, {sentence}", capfd.readouterr().err, re.MULTILINE)
+    assert continued_after(tmp_path) == [4]
+
+
+@pytest.mark.wide("kills")
+@pytest.mark.parametrize("moment", [name for name in PREPARED if name not in ("error", "relayout", "stop")])
+@pytest.mark.parametrize(
+    ("layout", "spares", "rank"), [("dp2tp2", 0, 1), ("fsdp4", 0, 2), ("zero2tp2", 1, 0), ("dp2pp2", 0, 3)]
+)
+def test_a_death_at_any_moment_of_a_step_loses_nothing(
+    tmp_path: Path, undisturbed: list[dict[str, float]], layout: str, spares: int, rank: int, moment: str
+) -> None:
+    step = {"save": 3, "copy": 4}.get(moment, 5)
+    healed(tmp_path, layout, {"extensions.heal.spares": spares}, (step, rank, moment))
+    assert continued_after(tmp_path) == [2 if step < 5 else 4]
+    assert_same(tmp_path, undisturbed)
+
+
+@pytest.mark.wide("kills")
+def test_three_deaths_one_after_the_other(tmp_path: Path, undisturbed: list[dict[str, float]]) -> None:
+    deaths = (2, 0, "update"), (4, 1, "reduction"), (5, 1, "forward")
+    healed(tmp_path, "dp4", {"extensions.heal.spares": 1, "extensions.heal.every": 1}, *deaths)
+    assert_same(tmp_path, undisturbed)
+    assert continued_after(tmp_path) == [1, 3, 4]
+
+
+@pytest.mark.wide("kills")
+def test_a_process_that_hangs_is_named_killed_and_replaced(
+    tmp_path: Path, undisturbed: list[dict[str, float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    healed(tmp_path, "fsdp2", {"extensions.heal.spares": 1, "extensions.watchdog.timeout": 3.0}, (5, 0, "stop"))
+    assert_same(tmp_path, undisturbed)
+    printed = capfd.readouterr().err
+    assert re.search(r"^mplug: rank 0 on \S+, last seen in step 5, stopped sending heartbeats", printed, re.MULTILINE)
+    assert "the run goes on in 2 processes, with 1 spare process\n" in printed
+
+
+@pytest.mark.wide("kills")
+def test_a_run_changes_its_layout_and_goes_on_after_a_death(
+    tmp_path: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    asking = {"extensions.heal.spares": 1, "extensions.heal.every": 1}
+    healed(tmp_path, "dp2", asking, (5, 0, "relayout"))
+    assert_same(tmp_path, undisturbed)
+    assert continued_after(tmp_path) == [4]
+
+
+@pytest.mark.wide("kills")
+def test_a_run_without_a_process_to_go_on_in_ends_with_the_sentence_of_the_death(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rank 0 on .*, in step 3, died of SIGKILL"):
+        healed(tmp_path, "tp2", {"extensions.heal.spares": 1}, (2, 1, "update"), (3, 0, "update"))
+
+
+@pytest.mark.wide("kills")
+def test_an_error_of_a_process_that_lives_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rank 0 on .*, in step 2, failed with ValueError: a fault of its own"):
+        healed(tmp_path, "dp2", {}, (2, 0, "error"))
+
+
+# What is refused before launch, and what is computed from ranks alone.
+
+
+def run_of(layout: str, **settings: Any) -> Run:
+    return prepare(tiny_config({**SETTINGS, **settings, "parallel.layout": layout}))
+
+
+def layouts_of(layout: str, **settings: Any) -> dict[int, str]:
+    run = run_of(layout, **settings)
+    healer = healer_of(run)
+    assert healer is not None
+    base = tiny_settings()
+    healing = healer.plan(run, None, base, overrides({**settings, "parallel.layout": layout}))
+    return {size: settings["parallel", "layout"].value for size, settings in healing.layouts.items()}
+
+
+def test_only_the_degree_of_data_parallelism_becomes_smaller() -> None:
+    assert layouts_of("dp4tp2") == {4: "dp2tp2", 2: "tp2"}
+    assert layouts_of("dp4", **{"trainer.global_batch_size": 12, "trainer.micro_batch_size": 3}) == {
+        3: "dp3",
+        2: "dp2",
+        1: "",
+    }
+    assert layouts_of("fsdp3", **{"trainer.global_batch_size": 6}) == {2: "fsdp2", 1: ""}
+
+
+def test_a_layout_that_cannot_become_smaller_needs_a_spare_process() -> None:
+    with pytest.raises(UsageError, match=r"layout 'tp2' cannot go on with fewer processes, .*heal.spares=1"):
+        layouts_of("tp2")
+    assert layouts_of("tp2", **{"extensions.heal.spares": 1}) == {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "reason"),
+    [("", {}, "a run of one process"), ("dp2", {"parallel.read_once": True}, "parallel.read_once=false")],
+)
+def test_what_cannot_be_healed_is_refused(layout: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        layouts_of(layout, **settings)
+
+
+def test_another_launcher_is_refused() -> None:
+    run = run_of("dp2")
+    with pytest.raises(UsageError, match="torchrun ends all processes of a run when one dies"):
+        healer_of(run).plan(run, World(0, 2, 0, "torchrun"), {}, {})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_the_state_outlives_any_one_rank(size: int) -> None:
+    assert sorted(keeper(rank, size) for rank in range(size)) == [*range(size)]
+    for dead in range(size if size > 1 else 0):
+        assert covers(set(range(size)) - {dead}, size)
+    if size > 1:
+        assert not covers(set(range(size)) - {0, keeper(0, size)}, size)
+
+
+def test_the_newest_generation_that_the_processes_hold_completely_is_chosen() -> None:
+    newer, older = (4, 0), (2, 0)
+    half, other = (2, [0]), (2, [1])
+    assert _newest_complete([{older: half, newer: half}, {older: other, newer: other}]) == (newer, {0: 0, 1: 1})
+    assert _newest_complete([{older: half, newer: half}, {older: other}]) == (older, {0: 0, 1: 1})
+    assert _newest_complete([{newer: half}, {older: other}]) is None
+    assert _newest_complete([{}, {}]) is None

@@ -15,7 +15,6 @@ from mplug.config.sources import Settings, from_mapping, merge
 from mplug.distributed.supervision import Send
 from mplug.distributed.world import World, attempt
 from mplug.errors import RunError, UsageError
-from mplug.gradients.reduction import Reduction
 from mplug.run.launching import launch
 from mplug.run.metrics_file import METRICS, read_records
 from mplug.run.prepare import prepare
@@ -30,6 +29,7 @@ from mplug_heal.keepers import covers, keeper
 from mplug_heal.requests import ask
 from mplug_saving.folder import complete
 from mplug_saving.saver import Saver
+from mplug_steps.reduction import Reduction
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_settings
 
 STEPS = 6

@@ -12,7 +12,7 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.distributed.supervision import Send, Supervisor
 from mplug.distributed.world import World, attempt
-from mplug.errors import RunError, UsageError
+from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.errors import RunError, UsageError, listed
-from mplug.registry.entry_points import PREFLIGHTS, Registry
+from mplug.registry.entry_points import Registry
 from mplug.registry.provided import provided
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
@@ -85,7 +85,7 @@ def _words(run: Run) -> Iterator[str]:
 def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[int, Settings]:
     """(processes, settings) of the run under a layout. UsageError unless it divides only its data among fewer ranks."""
     from mplug.model.build import build_model  # imports torch
-    from mplug.model.mixing import SAMPLES
+    from mplug_invariance import SAMPLES
 
     layout = f"parallel.layout={word or EMPTY}"
     free = read_assignments([layout, "trainer.micro_batch_size=null"], SOURCE)
@@ -98,7 +98,7 @@ def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[
     model = build_model(other)
     if size != run.micro_batch_size and any(SAMPLES in (module.axes or ()) for module in model.mixing):
         raise UsageError("a module mixes the samples of a micro batch, and the micro batches would differ")
-    preflight: Preflight | None = provided(PREFLIGHTS)
+    preflight: Preflight | None = provided("preflights")
     if preflight is not None:
         preflight.refuse(other, model, None)
     return other.mesh.world_size, settings

@@ -12,10 +12,10 @@ from mplug import SAMPLED, UsageError
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import Parts, build
-from mplug.training.evaluation import evaluate
 from mplug_testing import DataSuite
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.parity import require_parity
+from mplug_validation import evaluate
 
 HERE = Path(__file__).parent
 TINY: dict[str, Any] = {

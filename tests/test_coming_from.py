@@ -94,6 +94,7 @@ NEEDED = {
     "--preset 3": "--model llama",
     "--data indexed": "--set data.path=corpus",
     "--data packed": "--set data.path=x",
+    "--objective grpo --data rollouts": "--set data.path=x --set data.rewards=[rewarding:length]",
 }
 """What some options need beside them."""
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mplug.distributed.world import World
     from mplug.training.preflight import Preflight
 
+SAMPLES = "batch"
+"""The samples of a micro batch, among what modules mix."""
 MOST = 8
 """Maximum number of smaller layouts: a run loses processes one by one, and may be resumed at any time."""
 EMPTY = '""'
@@ -85,7 +87,6 @@ def _words(run: Run) -> Iterator[str]:
 def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[int, Settings]:
     """(processes, settings) of the run under a layout. UsageError unless it divides only its data among fewer ranks."""
     from mplug.model.build import build_model  # imports torch
-    from mplug_invariance import SAMPLES
 
     layout = f"parallel.layout={word or EMPTY}"
     free = read_assignments([layout, "trainer.micro_batch_size=null"], SOURCE)

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from mplug_invariance.checks import Invariance as Invariance
     from mplug_invariance.mixing import INDEX_OF as INDEX_OF
     from mplug_invariance.mixing import NAME as NAME
-    from mplug_invariance.mixing import SAMPLES as SAMPLES
     from mplug_invariance.mixing import covers as covers
     from mplug_invariance.mixing import statements as statements
     from mplug_invariance.statement import Statement as Statement

@@ -391,7 +391,8 @@ class OptimizerSuite(WeightSuite):
     def test_a_layout_gives_the_weights_of_one_process(self, layout: str) -> None:
         """Weights, losses, gradients and norms are equal.
 
-        A layout that the host refuses is skipped, unless `layouts` names it; so is one whose workers train on their own.
+        A layout that the host refuses is skipped, unless `layouts` names it. So is one whose workers train on their
+        own.
         """
         from mplug.model.build import build_model
 

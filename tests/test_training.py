@@ -514,7 +514,7 @@ def test_settings_of_plugins_that_the_run_does_not_use_are_said_to_have_no_effec
 
     chosen = ("parallel.layout=pp2", "parallel.pp.schedule=gpipe", "parallel.dp.bucket_mib=4", "memory.recompute={}")
     assert lines(*chosen) == []
-    assert lines(*chosen, "parallel.ep.overlap=true", "parallel.ep.room=2", "kernels.fla.variants=2") == [
-        "parallel.ep.overlap (--set) and parallel.ep.room (--set) have no effect: the run does not use parallel/ep",
+    assert lines(*chosen, "parallel.ep.dispatch=bounded", "parallel.ep.room=2", "kernels.fla.variants=2") == [
+        "parallel.ep.dispatch (--set) and parallel.ep.room (--set) have no effect: the run does not use parallel/ep",
         "kernels.fla.variants (--set) has no effect: the run does not use kernels/fla",
     ]

@@ -17,11 +17,12 @@ from click.testing import CliRunner
 
 import mplug
 import mplug_nn
-from mplug import Axis, Box, Bucket, GatheredPlacement, Init, Mesh, Parameter, Placement, Segment, Sharding, contiguous
+from mplug import Axis, Box, Bucket, Init, Mesh, Parameter, Placement, Segment, Sharding, contiguous
 from mplug.cli import main
 from mplug.layout.ranks import Grouping
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import faults, implemented
+from mplug_sharding import GatheredPlacement
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

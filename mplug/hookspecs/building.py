@@ -191,7 +191,7 @@ def shard_model(run: "Run", model: "Model") -> None:
     """Change `model.placements` where the mesh axes alone do not determine the placement of a parameter.
 
     Two strategies must not change the placement of one parameter. A plugin that shards parameters at rest (FSDP) sets
-    the placement of each of them to a `GatheredPlacement`.
+    the placement of each of them to a `mplug_sharding.GatheredPlacement`.
     """
 
 

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from mplug.contracts.streams import RETURNS as RETURNS
     from mplug.contracts.streams import STREAMS as STREAMS
     from mplug.contracts.streams import WHOLE_SEQUENCE as WHOLE_SEQUENCE
-    from mplug.contracts.streams import Medium as Medium
-    from mplug.contracts.streams import Processor as Processor
-    from mplug.contracts.streams import Seen as Seen
     from mplug.contracts.variance import Traffic as Traffic
     from mplug.contracts.variance import Variance as Variance
     from mplug.distributed.supervision import Send as Send

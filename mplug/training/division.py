@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.layout.mesh import DocumentMap
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mplug.layout.mesh import Mesh
     from mplug.layout.plan import Plan
     from mplug.run.run import Run
@@ -51,8 +51,8 @@ class Division(Protocol):
         """The micro batch with the rows that `rank` computes, and with the numbers that groups then have."""
 
     def own_documents(
-        self, x: Tensor, dims: tuple[int, int], batch: MicroBatch, cut: DocumentMap, size: int, index: int
-    ) -> Tensor:
+        self, x: "Tensor", dims: tuple[int, int], batch: MicroBatch, cut: DocumentMap, size: int, index: int
+    ) -> "Tensor":
         """The positions of x that the rank `index` of `size` has; `dims` are those of samples and positions."""
 
     def of_documents(self, mesh: "Mesh") -> Measured | None:

@@ -51,14 +51,8 @@ if TYPE_CHECKING:
     from mplug.contracts.streams import RETURNS as RETURNS
     from mplug.contracts.streams import STREAMS as STREAMS
     from mplug.contracts.streams import WHOLE_SEQUENCE as WHOLE_SEQUENCE
-    from mplug.contracts.streams import Medium as Medium
-    from mplug.contracts.streams import Processor as Processor
-    from mplug.contracts.streams import Seen as Seen
     from mplug.contracts.variance import Traffic as Traffic
     from mplug.contracts.variance import Variance as Variance
-    from mplug.distributed.supervision import Hang as Hang
-    from mplug.distributed.supervision import Monitor as Monitor
-    from mplug.distributed.supervision import PluginMessage as PluginMessage
     from mplug.distributed.supervision import Send as Send
     from mplug.distributed.supervision import Supervisor as Supervisor
     from mplug.errors import RunError as RunError
@@ -71,7 +65,6 @@ if TYPE_CHECKING:
     from mplug.gradients.region import region as region
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
-    from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
     from mplug.layout.mesh import Axis as Axis

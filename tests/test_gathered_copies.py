@@ -18,10 +18,11 @@ from mplug_fsdp.gathered import Formats, Gathered
 from mplug_fsdp.lane import Lane
 from torch import Tensor, nn
 
-from mplug import GatheredPlacement, Offer, UsageError
+from mplug import Offer, UsageError
 from mplug.model.build import build_model
 from mplug_nn import GatheredForm, Linear, Operand, Product
 from mplug_products import GatheredCopies, gathered_copies
+from mplug_sharding import GatheredPlacement
 from mplug_testing import run_workers
 from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 from mplug_testing.harness import Trace, tiny_run, train_steps

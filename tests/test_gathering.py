@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mplug import Axis, Box, GatheredPlacement, Init, Mesh, Parameter, Placement, Segment, UsageError, contiguous
+from mplug import Axis, Box, Init, Mesh, Parameter, Placement, Segment, UsageError, contiguous
+from mplug_sharding import GatheredPlacement
 from mplug_testing.layouts import require_exact_cover
 from mplug_testing.suite import Fault
 

@@ -17,11 +17,13 @@ from click.testing import CliRunner
 
 import mplug
 import mplug_nn
-from mplug import Axis, Box, Bucket, GatheredPlacement, Init, Mesh, Parameter, Placement, Segment, Sharding, contiguous
+import mplug_streams
+from mplug import Axis, Box, Bucket, Init, Mesh, Parameter, Placement, Segment, Sharding, contiguous
 from mplug.cli import main
 from mplug.layout.ranks import Grouping
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import faults, implemented
+from mplug_sharding import GatheredPlacement
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -53,7 +55,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
 def test_the_glossary_names_classes_that_exist() -> None:
     named = re.findall(r"\(`([A-Z]\w+)`\)", (DOCS / "glossary.md").read_text())
     assert len(named) > 15
-    assert [name for name in named if name not in {*mplug.__all__, *mplug_nn.__all__}] == []
+    assert [name for name in named if name not in {*mplug.__all__, *mplug_nn.__all__, *mplug_streams.__all__}] == []
 
 
 def test_the_readme_is_short() -> None:

@@ -12,7 +12,6 @@ import mplug_ops as ops
 from mplug import (
     Axis,
     Bucket,
-    GatheredPlacement,
     Init,
     Mesh,
     Parameter,
@@ -25,6 +24,7 @@ from mplug import (
 )
 from mplug.layout.ranks import Grouping
 from mplug.run.prepare import prepare
+from mplug_sharding import GatheredPlacement
 from mplug_steps import reduction
 from mplug_steps.reduction import Reduction
 from mplug_testing import run_workers

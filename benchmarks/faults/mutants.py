@@ -31,7 +31,7 @@ WHOLE = (
     "saving/src/mplug_saving/rank_exchanges.py",
     "pretrained/src/mplug_pretrained/transfer.py",
     "schedules/src/mplug_schedules/actions.py",
-    "mplug/layout/gathered.py",
+    "sharding/src/mplug_sharding/gathered.py",
     "mplug/layout/gradient_flow.py",
     "mplug/layout/mesh.py",
     "pretrained/src/mplug_pretrained/moves.py",

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug import IGNORED, Medium, Model, Processor, Run, Seen, UsageError
+from mplug import IGNORED, Model, Run, UsageError
 from mplug.commands import find_directory, merge, read_assignments, run_units, saved_settings, settle
 from mplug_pretrained import load_for_inference
 from mplug_saving import at_step
+from mplug_streams import Medium, Processor, Seen
 
 Batch = Mapping[str, Tensor]
 

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from mplug.contracts.loader import Loader, Stateful
     from mplug.contracts.optimizer import Optimizer, Piece
     from mplug.contracts.stepper import Pipeline, Stepper
-    from mplug.contracts.streams import Processor
     from mplug.contracts.variance import Traffic, Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
@@ -75,8 +74,8 @@ def batch_entries(config: "RunConfig") -> "tuple[str, ...] | None":
 
 
 @at_most_one
-def build_processor(config: "RunConfig") -> "Processor | None":
-    """What makes the entries of the model's streams from the media of samples, if the model has streams.
+def build_processor(config: "RunConfig") -> Any:
+    """The `mplug_streams.Processor` of a model with streams: it makes their entries from the media of samples.
 
     A family with streams implements it; loaders with media use it (`run.processor`). A loader whose micro batches have
     all of the processor's entries answers `batch_entries` with `mplug.STREAMS`. Pure, and called before torch is
@@ -191,7 +190,7 @@ def shard_model(run: "Run", model: "Model") -> None:
     """Change `model.placements` where the mesh axes alone do not determine the placement of a parameter.
 
     Two strategies must not change the placement of one parameter. A plugin that shards parameters at rest (FSDP) sets
-    the placement of each of them to a `GatheredPlacement`.
+    the placement of each of them to a `mplug_sharding.GatheredPlacement`.
     """
 
 

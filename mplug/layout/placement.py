@@ -132,6 +132,11 @@ class Placement:
         """Whether the local tensor is in CPU memory, even if the run's device is a GPU."""
         return False
 
+    @property
+    def gathers_copies(self) -> bool:
+        """Whether ranks gather the copies of the weight that a product reads, instead of the weight."""
+        return False
+
     # The facts.
 
     @cached_property

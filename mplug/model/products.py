@@ -5,7 +5,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mplug.layout.gathered import GatheredPlacement
 from mplug.model.built import Built
 from mplug.model.model import Model
 from mplug.model.slots.offers import Filled, Site
@@ -99,6 +98,5 @@ def copies_of(model: Model) -> list[Tensor]:
 
 def refuse_idle_copies(run: Run, model: Model) -> None:
     """Raise UsageError if a strategy gathers copies and no product of the whole model has any."""
-    placements = model.placements.values()
-    if any(isinstance(one, GatheredPlacement) and one.as_copies for one in placements):
+    if any(placement.gathers_copies for placement in model.placements.values()):
         _needed("gathered copies of weights").refuse_idle_copies(run, model)

@@ -56,18 +56,16 @@ SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
-STORES = "stores"
-"""The group 'mplug.stores': a class that reads and writes addresses such as 's3://bucket/model'."""
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
 PROVIDED = (
     *("adaptations", "assemblers", "balancers", "beginnings", "compilers", "divisions", "faults"),
     *("hints", "invariances", "launchers", "preflights", "products", "progress"),
     *("recipe_settings", "recorders", "relayouts", "savers", "save_times", "shardings"),
-    *("steps", "token_offers", "updates", "validations"),
+    *("steps", "stores", "token_offers", "updates", "validations"),
 )
 """The groups of classes that serve the host; a run asks one class of a group (docs/architecture.md)."""
-OTHER_GROUPS = (FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, SUGGESTIONS, RECIPES, STORES, SLOTS)
+OTHER_GROUPS = (FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, SUGGESTIONS, RECIPES, SLOTS)
 GROUPS = (*KINDS, *OTHER_GROUPS, *PROVIDED)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")

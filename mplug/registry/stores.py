@@ -1,13 +1,12 @@
 """Addresses of object stores, such as 's3://bucket/model', in the place of paths. Imports no torch."""
 
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from mplug.errors import UsageError, listed
+from mplug.errors import UsageError
 from mplug.registry.asking import asking
-from mplug.registry.entry_points import STORES, Registry, refuse_other_versions
+from mplug.registry.provided import needed
 
 
 class Stores(Protocol):
@@ -58,20 +57,6 @@ def _copied(address: str, beginning: str = "") -> Path:
 
 def stores_for(address: str) -> Stores:
     """What reads and writes addresses. UsageError if no installed distribution does, or several do."""
-    entries = Registry().table(STORES)
-    if not entries:
-        raise UsageError(
-            f"'{address}' is the address of a store, which no installed package reads; use a path, or install "
-            f"mplug-store"
-        )
-    if len(entries) > 1:
-        raise UsageError(
-            f"'{address}' is the address of a store, which {listed(entry.origin for entry in entries)} read; "
-            f"uninstall one of them"
-        )
-    (entry,) = entries
-    refuse_other_versions(entry)
-    module, _, attribute = entry.target.partition(":")
-    with asking(f"stores/{entry.name} ({entry.origin})", entry.target):
-        made: Stores = getattr(import_module(module), attribute)()
-        return made
+    with asking("mplug.stores", address):
+        found: Stores = needed("stores", f"'{address}', the address of a store", "mplug-store")
+        return found

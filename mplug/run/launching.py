@@ -5,7 +5,7 @@ Importing this module imports no torch.
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,16 +129,6 @@ def launch(
     """Run `work(*arguments, send)` in `size` processes on this machine: `Launching.launch`."""
     launcher = launching(f"a run of {size} processes")
     return launcher.launch(size, work, *arguments, port=port, supervisor=supervisor, healing=healing)
-
-
-def joined(
-    world: World,
-    device: str,
-    timeout: timedelta | None = None,
-    exchanging: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> AbstractContextManager[None]:
-    """Make this process part of its world for a block: `Launching.joined`."""
-    return launching(f"a run of {world.size} processes").joined(world, device, timeout, exchanging)
 
 
 def agreed(value: Any) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import RunConfig
-from mplug.contracts.streams import Processor
 from mplug.contracts.variance import Variance
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
@@ -90,9 +89,9 @@ class Run:
         return precision_among(self.hooks.plugins)
 
     @cached_property
-    def processor(self) -> "Processor":
-        """What makes the entries of the model's streams. UsageError if the model has none."""
-        made: Processor | None = self.hooks.call.build_processor(config=self.config)
+    def processor(self) -> Any:
+        """The `mplug_streams.Processor` of the model's streams. UsageError if the model has none."""
+        made = self.hooks.call.build_processor(config=self.config)
         if made is None:
             raise UsageError(
                 f"{listed(self.hooks.implementers('build_loader'))} supplies samples with media, and "

@@ -10,8 +10,6 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from mplug.tensors.operator import fake, operator
-
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
@@ -46,27 +44,6 @@ def normal(key: int, counter: Tensor) -> Tensor:
     """
     bits = _shift(mix(key + counter * _GOLDEN), 12)
     return torch.erfinv((bits.to(torch.float64) + 0.5) * 2.0**-51 - 1) * math.sqrt(2)
-
-
-@operator("mplug::counters")
-def counters(like: Tensor, length: int) -> Tensor:
-    """0, 1, ..., length - 1 as int64 on the device of `like`.
-
-    Inductor would compute them, and their product with a constant of 64 bits, in int32 (torch 2.11). It does not look
-    into an operator.
-    """
-    return torch.arange(length, device=like.device)
-
-
-@fake("mplug::counters")
-def _(like: Tensor, length: int) -> Tensor:
-    return like.new_empty(length, dtype=torch.int64)
-
-
-def uniform_like(x: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-    """fp32 numbers in [0, 1) for x [B, S, D], by keys [B] and numbers of the rows [1 or B, S] -> [B, S, D]."""
-    of_rows = mix(mix(keys)[:, None] + rows)  # [B, S]
-    return uniform(of_rows[..., None], counters(x, x.shape[-1]))
 
 
 def step_key(seed: int, step: int) -> int:

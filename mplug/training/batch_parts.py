@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, SEQUENCES, MicroBatch
-from mplug.layout.mesh import DocumentMap, Ranges
+from mplug.layout.mesh import DocumentMap
 from mplug.tensors.segments import numbered
 from mplug.training.division import division
 
@@ -36,27 +36,11 @@ def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh:
                 if named != "batch" and named in axis.entries:
                     length, index, cut = own[name].shape[dim], mesh.index(rank, axis.name), axis.entries[named]
                     if isinstance(cut, DocumentMap) and DOCUMENTS in batch:
-                        places = torch.stack([_places(of[index]) for of in divisions(batch, cut, axis.size)])
-                        own[name] = _chosen(own[name], context[name].index("batch"), dim, places)
+                        dims = context[name].index("batch"), dim
+                        own[name] = division().own_documents(own[name], dims, batch, cut, axis.size, index)
                     else:
                         own[name] = _joined(own[name], dim, cut(length, axis.size, index))
     return own
-
-
-def divisions(batch: MicroBatch, cut: DocumentMap, size: int) -> list[tuple[Ranges, ...]]:
-    """The ranges of each rank, for each sample of a packed micro batch."""
-    return [cut.divide(tuple(lengths), size) for lengths in batch[DOCUMENTS].tolist()]
-
-
-def _places(ranges: Ranges) -> Tensor:
-    return torch.cat([torch.arange(part.start, part.stop) for part in ranges])
-
-
-def _chosen(x: Tensor, of_batch: int, dim: int, places: Tensor) -> Tensor:
-    """The positions `places` [B, n] of each sample, along `dim` of x; x may have one row for all samples."""
-    x = x.movedim((of_batch, dim), (0, 1)).expand(len(places), *(-1 for _ in range(x.dim() - 1)))
-    rows = torch.arange(len(places))[:, None]
-    return x[rows.to(x.device), places.to(x.device)].movedim((0, 1), (of_batch, dim))
 
 
 def with_shifted(batch: MicroBatch, plan: "Plan") -> MicroBatch:

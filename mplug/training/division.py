@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
+from mplug.layout.mesh import DocumentMap
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mplug.layout.mesh import Mesh
     from mplug.layout.plan import Plan
     from mplug.run.run import Run
@@ -47,6 +50,11 @@ class Division(Protocol):
     def own_rows(self, batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroBatch:
         """The micro batch with the rows that `rank` computes, and with the numbers that groups then have."""
 
+    def own_documents(
+        self, x: "Tensor", dims: tuple[int, int], batch: MicroBatch, cut: DocumentMap, size: int, index: int
+    ) -> "Tensor":
+        """The positions of x that the rank `index` of `size` has; `dims` are those of samples and positions."""
+
     def of_documents(self, mesh: "Mesh") -> Measured | None:
         """What measures the work of ranks that divide samples by documents; None if no ranks do."""
 
@@ -61,7 +69,9 @@ class Division(Protocol):
 def division() -> Division:
     """The installed class, for a model with streams, or for a run that balances work."""
     found: Division = needed(
-        "divisions", "streams of a model, parallel.balance=true or parallel.read_once=true", "mplug-streams"
+        "divisions",
+        "streams of a model, parallel.balance=true, parallel.read_once=true or division by documents",
+        "mplug-streams",
     )
     return found
 

@@ -20,7 +20,7 @@ from mplug.registry.provided import needed, provided
 from mplug.registry.resolve import resolve
 from mplug.run.activity import Activity
 from mplug.run.claim import Claim
-from mplug.run.launching import agreed, joined, launched, launching
+from mplug.run.launching import agreed, launched, launching
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 
@@ -150,7 +150,7 @@ def among(
         def exchanging() -> AbstractContextManager[None]:
             return supervisor.exchange(f"{world.job}_{world.restart}") if supervisor and not send else nullcontext()
 
-        with joined(world, run.device, timeout, exchanging):
+        with launching(f"a run of {world.size} processes").joined(world, run.device, timeout, exchanging):
             run.groups = Groups(run.rank, timeout)
             if (found := provided("invariances")) is not None:
                 found.refuse_other_plugins(run)

@@ -16,11 +16,12 @@ from mplug_llava.squares import cut
 from seeing_models import ours_of, relative
 from torch import Tensor
 
-from mplug import Medium, Mesh, Model
+from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
 from mplug.registry.bind_section import bind
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
+from mplug_streams import Medium
 
 IMAGE, VIDEO, V = 55, 56, 61
 SIDE = 8

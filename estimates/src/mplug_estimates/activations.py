@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from mplug.layout.gathered import GatheredPlacement
 from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import role_of
 from mplug.layout.plan import TOKENS_AXIS, Unit
 from mplug.model.slots.offers import RECOMPUTING
 from mplug.precisions.dtypes import FORMATS
 from mplug_estimates.compiled import CompiledUnits
+from mplug_sharding import GatheredPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Set

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mplug.distributed.signals import Signals
-from mplug.distributed.supervision import Monitor, PluginMessage
 from mplug.errors import Diverged, PluginError, RunError, UsageError
+from mplug_launch.supervision import Monitor, PluginMessage
 
 AT_ONCE = 0.3
 """Maximum number of seconds by which the launcher may notice a death later than the errors that it causes elsewhere."""

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.distributed.exchanges import Exchange, Item
 from mplug.gradients.region import region
 from mplug.layout.placement import Box
 from mplug_matrices.blocks import Block, Held, Shared
+from mplug_ops import Exchange, Item
 
 BATCH = 1 << 25
 """Maximum elements of an owner's matrices in a round: small ones need batches to fill a GPU, large ones cost memory."""

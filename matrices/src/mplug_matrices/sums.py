@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.distributed.exchanges import Exchange, Item
 from mplug.gradients.region import region
 from mplug_matrices.blocks import Block, Held, Shared
+from mplug_ops import Exchange, Item
 
 Dims = tuple[int, ...]
 """Dimensions to sum over, counted from the last: (-1,) gives a sum for each row, (-2,) one for each column."""

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from mplug.model.slots.declaration import Slot
 from mplug.tensors.host_buffers import register_host_buffer
-from mplug.tensors.random import uniform_like
+from mplug.tensors.operator import fake, operator
+from mplug.tensors.random import mix, uniform
 
 
 def all_rows(positions: Tensor) -> Tensor:
@@ -65,3 +67,24 @@ class Jitter(nn.Module):
             return x
         noise = uniform_like(x, keys ^ self.site, self.rows(positions))
         return x * (1 + self.epsilon * (2 * noise - 1)).to(x.dtype)
+
+
+@operator("mplug::counters")
+def counters(like: Tensor, length: int) -> Tensor:
+    """0, 1, ..., length - 1 as int64 on the device of `like`.
+
+    Inductor would compute them, and their product with a constant of 64 bits, in int32 (torch 2.11). It does not look
+    into an operator.
+    """
+    return torch.arange(length, device=like.device)
+
+
+@fake("mplug::counters")
+def _(like: Tensor, length: int) -> Tensor:
+    return like.new_empty(length, dtype=torch.int64)
+
+
+def uniform_like(x: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """fp32 numbers in [0, 1) for x [B, S, D], by keys [B] and numbers of the rows [1 or B, S] -> [B, S, D]."""
+    of_rows = mix(mix(keys)[:, None] + rows)  # [B, S]
+    return uniform(of_rows[..., None], counters(x, x.shape[-1]))

@@ -1,6 +1,6 @@
 """Differentiable collectives that strategies share; each is stated once, with its dual."""
 
-from mplug.distributed.exchanges import CHECK, Exchange, Item, in_order
+from mplug.distributed.exchanges import Item, in_order
 from mplug_ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, pack_bounded, send_bounded
 from mplug_ops.collectives import (
     Group,
@@ -17,6 +17,7 @@ from mplug_ops.collectives import (
     scatter,
     split,
 )
+from mplug_ops.exchanges import CHECK, Exchange
 from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, size_of
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug_ops.started_rows import arrive, depart

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.errors import UsageError
-from mplug.layout.gathered import GatheredPlacement
 from mplug.model.model import Model
 from mplug.model.slots.selection import Wider
 from mplug.run.run import Run
 from mplug_products.gathered_form import GatheredForm
 from mplug_products.slot_buffers import held
 from mplug_products.weight_product import ProductModule
+from mplug_sharding import GatheredPlacement
 
 SHARED, NO_PRODUCT = "several modules read it", "no product in a slot reads it"
 NO_COPIES = "its product reads no copies"

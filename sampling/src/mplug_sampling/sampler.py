@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from mplug import ENCODER_TEXTS, Mesh, Model, Processor, Run, RunConfig, UsageError, hookimpl, slots_of
+from mplug import ENCODER_TEXTS, Mesh, Model, Run, RunConfig, UsageError, hookimpl, slots_of
 from mplug.commands import (
     AS_THEY_ARE,
     COMMAND,
@@ -41,6 +41,7 @@ from mplug.commands import (
 )
 from mplug_invariance import covers, statements
 from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
+from mplug_streams import Processor
 
 LABEL = f"{COMMAND}sampling"
 NAME = "caches"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mplug import WHOLE_SEQUENCE, Medium, Plan, Processor, RunError, Unit
+from mplug import WHOLE_SEQUENCE, Plan, RunError, Unit
+from mplug_streams import Medium, Processor
 from mplug_tokenization.encoder_texts import entries_of_texts
 
 ALONG = frozenset({"sequence", WHOLE_SEQUENCE})

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_sharding.gathered import GatheredPlacement as GatheredPlacement
     from mplug_sharding.owned_memory import Shard as Shard
     from mplug_sharding.shardings import Shardings as Shardings
 

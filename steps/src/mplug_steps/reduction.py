@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug.contracts.optimizer import Piece
-from mplug.distributed.exchanges import Exchange, Item, in_order
 from mplug.gradients.region import region
 from mplug.gradients.wide import wide
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Ranks
 from mplug.run.run import Run
 from mplug.training.steps import NoReduction
+from mplug_ops import Exchange, Item, in_order
 
 IN_PLACE = 1 << 18
 """A gradient of at least this many elements is reduced on its own, because a flat copy would double its memory."""

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mplug.distributed.exchanges import Exchange, Item
 from mplug.errors import UsageError
 from mplug.gradients.region import region
 from mplug.layout.placement import Box, Placement
 from mplug.layout.plan import Plan
 from mplug.run.run import Run
 from mplug.training.steps import NoStatistics
+from mplug_ops import Exchange, Item
 
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 """The value of each reduction that changes no result."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -14,11 +15,13 @@ from mplug.run.run import Run
 from mplug_steps.determinism import deterministic
 from mplug_steps.generator_seeds import GeneratorSeeds
 from mplug_steps.loss_scale import LossScale
-from mplug_steps.reduction import Reduction
 from mplug_steps.repeating import repeating
 from mplug_steps.rerunning import rerunning
-from mplug_steps.statistics import Statistics
 from mplug_steps.token_scale import TokenScale
+
+if TYPE_CHECKING:
+    from mplug_steps.reduction import Reduction
+    from mplug_steps.statistics import Statistics
 
 
 class Steps:
@@ -26,8 +29,10 @@ class Steps:
 
     def reduction(
         self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
-    ) -> Reduction:
+    ) -> "Reduction":
         """What sums gradients that strategies have not summed."""
+        from mplug_steps.reduction import Reduction  # with mplug_ops, which adds 50 ms to start-up
+
         return Reduction(run, placements, reduced_over, pieces)
 
     def deterministic(self) -> AbstractContextManager[None]:
@@ -38,8 +43,10 @@ class Steps:
         """What seeds torch's generators; `drawing` is the label of a plugin that draws from them."""
         return GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
 
-    def statistics(self, run: Run, model: Model) -> Statistics:
+    def statistics(self, run: Run, model: Model) -> "Statistics":
         """The statistics of a model. Collective."""
+        from mplug_steps.statistics import Statistics  # with mplug_ops, which adds 50 ms to start-up
+
         return Statistics(run, model.module, model.plan, model.buffer_placements, slot_updates(model))
 
     def token_scale(self, run: Run, module: nn.Module, loss_scale: Tensor | None) -> TokenScale:

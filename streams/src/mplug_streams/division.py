@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
-from mplug_streams.document_shares import DocumentShares, document_maps
+from mplug.layout.mesh import DocumentMap
+from mplug_streams.document_shares import DocumentShares, document_maps, own_documents
 from mplug_streams.rows import count_rows, malformed_streams, own_rows
 from mplug_streams.sharing import Sharing
 from mplug_streams.work_shares import dealt, imbalance
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mplug.layout.mesh import Mesh
     from mplug.layout.plan import Plan
     from mplug.run.run import Run
@@ -34,6 +37,12 @@ class Division:
     def own_rows(self, batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroBatch:
         """A whole micro batch with the rows of streams that a rank computes."""
         return own_rows(batch, plan, mesh, rank)
+
+    def own_documents(
+        self, x: "Tensor", dims: tuple[int, int], batch: MicroBatch, cut: DocumentMap, size: int, index: int
+    ) -> "Tensor":
+        """The positions of x that the rank `index` of `size` has; `dims` are those of samples and positions."""
+        return own_documents(x, dims, batch, cut, size, index)
 
     def of_documents(self, mesh: "Mesh") -> DocumentShares | None:
         """What measures the work of ranks that divide samples by their documents; None if no ranks do."""

@@ -1,10 +1,12 @@
-"""How unequal the work of ranks is that divide samples by their documents (`mplug.DocumentMap`)."""
+"""What ranks compute that divide samples by their documents (`mplug.DocumentMap`), and how unequal their work is."""
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from mplug.contracts.micro_batch import DOCUMENTS, MicroBatch
-from mplug.layout.mesh import DocumentMap
-from mplug.training.batch_parts import divisions
+from mplug.layout.mesh import DocumentMap, Ranges
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Axis, Mesh
@@ -53,3 +55,30 @@ def document_maps(mesh: "Mesh") -> "list[tuple[Axis, DocumentMap]]":
         if isinstance(cut, DocumentMap) and axis.size > 1:
             found.append((axis, cut))
     return found
+
+
+def own_documents(
+    x: Tensor, dims: tuple[int, int], batch: MicroBatch, cut: DocumentMap, size: int, index: int
+) -> Tensor:
+    """The positions of x that the rank `index` of `size` has; `dims` are those of samples and positions.
+
+    x may have one row for all samples.
+    """
+    places = torch.stack([_places(of[index]) for of in divisions(batch, cut, size)])
+    return _chosen(x, *dims, places)
+
+
+def divisions(batch: MicroBatch, cut: DocumentMap, size: int) -> list[tuple[Ranges, ...]]:
+    """The ranges of each rank, for each sample of a packed micro batch."""
+    return [cut.divide(tuple(lengths), size) for lengths in batch[DOCUMENTS].tolist()]
+
+
+def _places(ranges: Ranges) -> Tensor:
+    return torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+
+
+def _chosen(x: Tensor, of_batch: int, dim: int, places: Tensor) -> Tensor:
+    """The positions `places` [B, n] of each sample, along `dim` of x; x may have one row for all samples."""
+    x = x.movedim((of_batch, dim), (0, 1)).expand(len(places), *(-1 for _ in range(x.dim() - 1)))
+    rows = torch.arange(len(places))[:, None]
+    return x[rows.to(x.device), places.to(x.device)].movedim((0, 1), (of_batch, dim))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mplug_mock import Mock
 
-from mplug import Medium, Run, UsageError, hookimpl
+from mplug import Run, UsageError, hookimpl
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.run.prepare import prepare
@@ -21,7 +21,7 @@ from mplug_sampling.sampler import Sampler, processor_of, sampling_run
 from mplug_sampling.sampling import Sampling, sample_key
 from mplug_sampling.streams import Media
 from mplug_sampling.token_steps import Replays
-from mplug_streams import own_rows
+from mplug_streams import Medium, own_rows
 from mplug_testing import run_workers
 from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.recording import Operations

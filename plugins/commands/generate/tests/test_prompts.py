@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mplug_generate.pictures import Encoded, encoded
 from mplug_generate.prompts import Prompt, Shown, given_prompt, occurrences, output_line, read_prompts, video_of
 
-from mplug import Medium
 from mplug.errors import UsageError
 from mplug_sampling.text import Text
+from mplug_streams import Medium
 
 Image = pytest.importorskip("PIL.Image")
 END = 256

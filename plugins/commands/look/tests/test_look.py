@@ -16,8 +16,9 @@ from mplug_look.command import command
 from mplug_look.page import page_of
 from mplug_look.samples import samples_of
 
-from mplug import IGNORED, Seen, UsageError
+from mplug import IGNORED, UsageError
 from mplug.commands import prepare, resolved
+from mplug_streams import Seen
 from mplug_testing import CommandSuite
 
 Image = pytest.importorskip("PIL.Image")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mplug import Medium
+from mplug_streams import Medium
 from mplug_tokenization.vocabulary import Encoded
 
 pytest.importorskip("megatron.energon")

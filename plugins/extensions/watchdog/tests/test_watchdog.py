@@ -23,10 +23,11 @@ from mplug_watchdog.listener import Listener, waited_for
 from mplug_watchdog.transport import Exchange, exchanging, reporting
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mplug import Activity, PluginMessage, RunError
+from mplug import Activity, RunError
 from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
+from mplug_launch import PluginMessage
 from mplug_launch.pipes import Pipes
 from mplug_saving.position import Position
 from mplug_testing import ExtensionSuite

@@ -10,8 +10,8 @@ from mplug_gemma.processor import ACROSS, BEFORE, BEHIND, VisionProcessor, crops
 from mplug_gemma.stream import groups_of, tower_order
 from mplug_gemma.vision import PanAndScan, VisionConfig
 
-from mplug import Medium
 from mplug_nn.pictures import decode_picture, resize_frames
+from mplug_streams import Medium
 
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")

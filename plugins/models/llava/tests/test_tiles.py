@@ -15,9 +15,9 @@ from mplug_llava.tiling import best_resolution, borders, fitted_size
 from mplug_llava.vision import CORNERS
 from torch.nn import functional as F
 
-from mplug import Medium
 from mplug.registry.bind_section import bind
 from mplug_nn.pictures import decode_picture, resize_frames
+from mplug_streams import Medium
 
 Image = pytest.importorskip("PIL.Image")
 pictures = pytest.importorskip("transformers.models.llava_onevision.image_processing_pil_llava_onevision")

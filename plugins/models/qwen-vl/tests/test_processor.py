@@ -10,8 +10,8 @@ from mplug_qwen_vl.processor import VisionProcessor, fitted
 from mplug_qwen_vl.stream import tower_order
 from mplug_qwen_vl.vision import VisionConfig
 
-from mplug import Medium
 from mplug_nn.pictures import decode_picture, resize_frames
+from mplug_streams import Medium
 
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug.gradients.sinks import GradientSink
-from mplug.layout.gathered import GatheredPlacement
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.training.assembly import build
+from mplug_sharding import GatheredPlacement
 from mplug_testing import ParallelSuite, run_workers
 from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 from mplug_testing.parity import require_parity, trained_once

@@ -47,8 +47,8 @@ def placements(run: "Run", model: "Model", rank: int) -> str:
 
 def gathered(run: "Run", model: "Model") -> str:
     """A table of the parameters that ranks gather for each pass: in which form, and the bytes that a rank sends."""
-    from mplug import GatheredPlacement  # imports torch
     from mplug_products import GatheredCopies, gathered_copies
+    from mplug_sharding import GatheredPlacement  # imports torch
 
     groups, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     copies, itemsize = gathered_copies(run, model), run.precision.weight_dtype.itemsize

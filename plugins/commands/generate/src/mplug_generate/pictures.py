@@ -10,7 +10,7 @@ from mplug_generate.prompts import Prompt, Shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug import Medium, Processor
+    from mplug_streams import Medium, Processor
 
 Encode = Callable[[str], list[int]]
 """A text -> its tokens."""

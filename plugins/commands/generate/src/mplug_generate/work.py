@@ -17,7 +17,7 @@ from mplug_generate.prompts import Prompt, occurrences, output_line
 from mplug_sampling.text import Text
 
 if TYPE_CHECKING:
-    from mplug import Medium, Run
+    from mplug import Run
     from mplug.commands import Settings, World
     from mplug_pretrained import SavedModel
     from mplug_sampling.decoding import Alone
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mplug_sampling.sampling import Sampling
     from mplug_sampling.streams import EncoderTexts, Media
     from mplug_sampling.token_steps import Replays
+    from mplug_streams import Medium
 
 
 @dataclass(frozen=True)

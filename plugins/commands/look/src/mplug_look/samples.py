@@ -9,7 +9,8 @@ from torch import Tensor
 from mplug import DOCUMENTS, IGNORED, MicroBatch, UsageError
 
 if TYPE_CHECKING:
-    from mplug import Processor, Run, Seen
+    from mplug import Run
+    from mplug_streams import Processor, Seen
 
 LONGEST = 4
 """Maximum number of tokens of one character: the bytes of a character in UTF-8."""

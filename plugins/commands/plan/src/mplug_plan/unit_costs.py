@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from mplug import GatheredPlacement
 from mplug.commands import role_of
 from mplug_plan.groups import Group, group_of
 from mplug_plan.kernels import Kernels
+from mplug_sharding import GatheredPlacement
 
 if TYPE_CHECKING:
     from mplug import Model, Placement, Run, Unit, Work

@@ -11,13 +11,14 @@ from megatron.energon.edataclass import edataclass
 from megatron.energon.flavors.base_dataset import Sample
 from torch import Tensor
 
-from mplug import IGNORED, Medium, Processor
+from mplug import IGNORED
 from mplug_energon.config import EnergonConfig
 from mplug_energon.faults import Unusable
 from mplug_energon.media import Files, Preparation, prepare_media
 from mplug_energon.messages import INVALID, read_conversation
 from mplug_energon.packing import Size, pack
 from mplug_energon.writing import Writer, Written
+from mplug_streams import Medium, Processor
 from mplug_tokenization.templates import Template
 from mplug_tokenization.vocabulary import Vocabulary
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mplug import Medium, Processor, UsageError
+from mplug import UsageError
 from mplug_energon.faults import Unusable
 from mplug_energon.messages import Conversation, Mention
 from mplug_nn.pictures import decode_picture
+from mplug_streams import Medium, Processor
 
 PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
 """Suffixes of the files of a sample that are its pictures."""

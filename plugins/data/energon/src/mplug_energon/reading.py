@@ -16,8 +16,8 @@ from mplug_energon.streams import Collate, Shape, StreamLoader
 from mplug_tokenization import CorpusTokenizer
 
 if TYPE_CHECKING:
-    from mplug import Processor
     from mplug_energon.config import EnergonConfig
+    from mplug_streams import Processor
 
 REQUIRED = ("tokens", "labels")
 BUNDLED = {"text": "mplug_energon.encoders:Text", "image-text": "mplug_energon.encoders:ImageText"}

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug import IGNORED, Medium, Processor
+from mplug import IGNORED
 from mplug_energon.faults import Unusable
 from mplug_energon.messages import INVALID, Conversation
 from mplug_energon.packing import Size
+from mplug_streams import Medium, Processor
 from mplug_tokenization.templates import Template
 from mplug_tokenization.vocabulary import Encoded, Vocabulary
 

@@ -7,8 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from mplug import ADVANTAGES, DOCUMENTS, LOSS_WEIGHTS, SAMPLED, SEQUENCES, STREAMS, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Processor, Run, RunConfig
+    from mplug import Run, RunConfig
     from mplug_mock.samples import Media
+    from mplug_streams import Processor
 
 
 class Mock:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import ADVANTAGES, IGNORED, SAMPLED, SEQUENCES, Medium, MicroBatch
+from mplug import ADVANTAGES, IGNORED, SAMPLED, SEQUENCES, MicroBatch
+from mplug_streams import Medium
 
 if TYPE_CHECKING:
-    from mplug import Processor
+    from mplug_streams import Processor
 
 Spans = list[tuple[int, int]]
 """The first position of each medium in a sample, and the number of its tokens."""

@@ -8,7 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 from mplug import hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Monitor, Run, Send, Supervisor
+    from mplug import Run, Send, Supervisor
+    from mplug_launch import Monitor
     from mplug_watchdog.heartbeats import Durations, Heartbeats
 
 LEAST_TIMEOUT = 3.0

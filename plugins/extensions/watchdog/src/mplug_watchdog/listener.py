@@ -6,7 +6,8 @@ It is pure data: it reads no clock and starts no process. The launcher, or rank 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mplug import Activity, Hang, listed
+from mplug import Activity, listed
+from mplug_launch import Hang
 from mplug_watchdog.heartbeats import TICK, Beat
 from mplug_watchdog.recorder import analysis, of_beat
 

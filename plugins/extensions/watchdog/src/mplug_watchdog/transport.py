@@ -21,7 +21,8 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from mplug import PluginMessage, RunError, Send, UsageError
+from mplug import RunError, Send, UsageError
+from mplug_launch import PluginMessage
 from mplug_watchdog.heartbeats import TICK, Beat, Heartbeats, born
 from mplug_watchdog.listener import LATE, LastBeat, Listener, Verdict
 

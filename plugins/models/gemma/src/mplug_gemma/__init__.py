@@ -10,7 +10,8 @@ from mplug_gemma.vision import CONTEXT
 from mplug_nn import DecoderFamily
 
 if TYPE_CHECKING:
-    from mplug import Model, Processor, Run
+    from mplug import Model, Run
+    from mplug_streams import Processor
 
 
 class Gemma(DecoderFamily):

@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mplug import Medium
 from mplug_gemma.vision import CONTEXT, VisionConfig
+from mplug_streams import Medium
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug import MicroBatch, Seen
+    from mplug import MicroBatch
+    from mplug_streams import Seen
 
 
 BEFORE = "Here is the original image \n\n"

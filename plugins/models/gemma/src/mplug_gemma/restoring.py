@@ -6,9 +6,10 @@ P patches of a picture, R of them along a side, side x side pixels of a patch.
 import torch
 from torch import Tensor
 
-from mplug import MicroBatch, Seen
+from mplug import MicroBatch
 from mplug_gemma.stream import tower_order
 from mplug_gemma.vision import VisionConfig
+from mplug_streams import Seen
 
 
 def contents_of(batch: MicroBatch, vision: VisionConfig) -> list[list[Seen]]:

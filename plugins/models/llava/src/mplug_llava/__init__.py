@@ -9,7 +9,8 @@ from mplug_llava.published import FORMS
 from mplug_llava.published_towers import PARTS
 
 if TYPE_CHECKING:
-    from mplug import Model, Processor, Run
+    from mplug import Model, Run
+    from mplug_streams import Processor
 
 
 class Llava:

@@ -6,15 +6,16 @@ The module imports without torch.
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mplug import Medium
 from mplug_llava.config import LlavaConfig
 from mplug_llava.vision import CONTEXT, CORNERS, TILED_CONTEXT, VisionConfig
+from mplug_streams import Medium
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug import MicroBatch, Seen
+    from mplug import MicroBatch
     from mplug_llava.tiles import Tiles
+    from mplug_streams import Seen
 
 
 class PictureProcessor:

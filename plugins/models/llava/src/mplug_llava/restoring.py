@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mplug import MicroBatch, Seen
+from mplug import MicroBatch
 from mplug_llava.config import LlavaConfig
 from mplug_llava.vision import VisionConfig
+from mplug_streams import Seen
 
 
 def contents_of(batch: MicroBatch, config: LlavaConfig) -> list[list[Seen]]:

@@ -10,7 +10,8 @@ from mplug_qwen_vl.published import FORMS
 from mplug_qwen_vl.vision import entries_of
 
 if TYPE_CHECKING:
-    from mplug import Model, Processor, Run
+    from mplug import Model, Run
+    from mplug_streams import Processor
 
 
 class QwenVL(DecoderFamily):

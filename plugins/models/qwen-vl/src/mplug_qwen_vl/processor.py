@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mplug import Medium
 from mplug_qwen_vl.vision import VisionConfig
+from mplug_streams import Medium
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug import MicroBatch, Seen
+    from mplug import MicroBatch
     from mplug_qwen_vl.stream import Document, Grid
+    from mplug_streams import Seen
 
 LONGEST_RATIO = 200
 """Maximum ratio of the sides of a picture."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mplug import MicroBatch, Seen
+from mplug import MicroBatch
 from mplug_qwen_vl.vision import VisionConfig
+from mplug_streams import Seen
 
 
 def contents_of(batch: MicroBatch, vision: VisionConfig) -> list[list[Seen]]:

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import GatheredPlacement, UsageError
+from mplug import UsageError
+from mplug_sharding import GatheredPlacement
 
 if TYPE_CHECKING:
     from mplug import Model, Run

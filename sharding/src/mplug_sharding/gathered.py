@@ -52,6 +52,11 @@ class GatheredPlacement(Placement):
         """Whether the local tensor is in CPU memory, even if the run's device is a GPU."""
         return self.in_host_memory
 
+    @property
+    def gathers_copies(self) -> bool:
+        """Whether ranks gather the copies of the weight that a product reads, instead of the weight."""
+        return self.as_copies
+
     def gathered_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the gathered tensor that `rank` computes with, padding included."""
         return super().local_shape(rank)

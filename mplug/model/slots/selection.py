@@ -160,9 +160,10 @@ def _reasons_of_suppliers(
     site = row.site
     lacking = site.lacking(offered_in_plain_torch(site))
     is_open = bool(kernels.rivals) and site.kind not in kernels.kinds and not lacking
-    if any(answer is True for _, answer in row.of_suppliers) or is_open:
+    if any(answer is True for _, answer in row.of_suppliers):
         return []
-    refusals = [(offer, answer) for offer, answer in row.of_suppliers if not offer.fallback]
+    heard = [pair for pair in row.of_suppliers if not (is_open and pair[0].plugin in kernels.rivals)]
+    refusals = [(offer, answer) for offer, answer in heard if not offer.fallback]
     said = [Unmet(offer.plugin, site, answer) for offer, answer in refusals if isinstance(answer, str)]
     unmet = list(dict.fromkeys(said))  # offers of one plugin may lack the same need
     named = kernels.kinds.get(site.kind)

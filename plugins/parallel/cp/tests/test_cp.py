@@ -225,8 +225,9 @@ def test_what_a_method_cannot_compute_is_refused_with_what_would_do(layout: str,
     assert_refused(layout, {}, *words)
 
 
-def test_experts_that_compute_over_sequences_are_refused_if_documents_stay_whole() -> None:
-    settings = {**tiny_models.EXPERTS, **BY_DOCUMENTS, **DOCUMENTS}
+@pytest.mark.parametrize("kernels", ["sdpa", ["sdpa", "flex"]])
+def test_experts_that_compute_over_sequences_are_refused_if_documents_stay_whole(kernels: object) -> None:
+    settings = {**tiny_models.EXPERTS, **BY_DOCUMENTS, **DOCUMENTS, "kernels.default": kernels}
     assert_refused(
         "cp2ep2", settings, "it gathers positions in sequence order, and 'cp' divides each sample by its doc"
     )

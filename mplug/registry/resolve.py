@@ -37,7 +37,6 @@ from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.provided import provided
 from mplug.registry.rates import RATES
-from mplug.registry.rivals import competing, without
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -275,10 +274,8 @@ class _Resolver:
         chosen |= dict.fromkeys(str(word) for word, entry in found if entry)
         self._sub_sections("kernels", chosen, raw, fields)
         labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
-        only, rivals = labels.pop("default"), [entry.label for _, entry in found if entry]
-        named = competing(self.chosen, rivals)
-        self.chosen = without(self.chosen, {*rivals} - {*named, *labels.values()})
-        return Kernels(labels, named[0]) if len(named) == 1 else Kernels(labels, only, tuple(named))
+        only, rivals = labels.pop("default"), tuple(dict.fromkeys(entry.label for _, entry in found if entry))
+        return Kernels(labels, rivals[0]) if len(rivals) == 1 else Kernels(labels, only, rivals)
 
     def _may_be_kind(self, word: str, raw: dict[str, Any], fields: Iterable[str]) -> bool:
         """Whether a field of 'kernels' may name a kind of slots that only the blocks of the model declare.

@@ -17,7 +17,7 @@ from mplug_ops.collectives import (
     scatter,
     split,
 )
-from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, size_of
+from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, refuse_healing, size_of
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug_ops.started_rows import arrive, depart
 from mplug_ops.token_offers import TokenOffers
@@ -53,6 +53,7 @@ __all__ = [
     "own_part",
     "pack_bounded",
     "reachable",
+    "refuse_healing",
     "reduce",
     "reduce_scatter",
     "scatter",

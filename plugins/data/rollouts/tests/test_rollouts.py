@@ -117,6 +117,13 @@ def test_layouts_whose_ranks_cannot_sample_are_refused_before_launch(layout: str
         build_model(tiny_run({**TINY, "parallel.layout": layout}))
 
 
+def test_a_kernel_whose_caches_grow_is_refused_and_never_replaced_because_it_trains_too() -> None:
+    with pytest.raises(
+        UsageError, match="rollouts need caches that do not grow, and its caches grow, because kernels/"
+    ):
+        build_model(tiny_run({**TINY, "kernels.default": "flex"}))
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero2", "fsdp2"])
 @pytest.mark.wide("layouts", quick=["cp2"])
 def test_given_completions_are_trained_on_under_every_layout(layout: str) -> None:

@@ -125,7 +125,7 @@ def test_a_kernel_whose_caches_grow_is_refused_and_never_replaced_because_it_tra
         return filled.site.slot == "Attention.core" and filled.offer is not None
 
     monkeypatch.setattr("mplug_sampling.sampler._grows", grows)
-    with pytest.raises(UsageError, match="rollouts need caches that do not grow, .*kernels/sdpa does not offer 'static"):
+    with pytest.raises(UsageError, match=r"caches that do not grow, .*kernels/sdpa does not offer 'static"):
         build_model(tiny_run({**TINY, "kernels.default": "sdpa"}))
 
 

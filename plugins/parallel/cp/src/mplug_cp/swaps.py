@@ -1,7 +1,7 @@
 """All-to-all of parts that the sender writes in place: by messages, or by copies between the memories of GPUs. R ranks.
 
-NCCL exchanges with kernels, which need multiprocessors. An attention kernel that occupies all of them delays such a
-message, or is delayed by it, so neither hides the other. Copies are made by the copy engines of the GPUs.
+NCCL exchanges with kernels, which need multiprocessors, and attention kernels may occupy all of them. Copies are made by
+the copy engines of the GPUs, so that the two need not wait for each other.
 """
 
 from collections.abc import Callable, Sequence

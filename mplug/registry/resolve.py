@@ -265,11 +265,11 @@ class _Resolver:
         raw, kinds = self._raw("kernels"), self.registry.slot_kinds()
         fields = (*kinds, "default")
         default = raw.pop("default", None)
-        rivals = default if isinstance(default, list) else []
         words = {kind: raw.pop(kind) for kind in list(raw) if kind in fields or self._may_be_kind(kind, raw, fields)}
         words["default"] = None if isinstance(default, list) else default
         entries = {kind: word and self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
-        found = [(word, self._plugin("kernels", word, ("kernels", "default"))) for word in rivals]
+        several = default if isinstance(default, list) else []
+        found = [(word, self._plugin("kernels", word, ("kernels", "default"))) for word in several]
         chosen = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
         chosen |= dict.fromkeys(str(word) for word, entry in found if entry)
         self._sub_sections("kernels", chosen, raw, fields)

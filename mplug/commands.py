@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import unmet_reasons as unmet_reasons
+    from mplug.model.slots.offers import Filled as Filled
     from mplug.model.slots.selection import Selection as Selection
     from mplug.model.slots.selection import offered_in_plain_torch as offered_in_plain_torch
     from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE

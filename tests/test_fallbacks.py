@@ -24,17 +24,22 @@ def without(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
 def test_a_run_does_without_the_default_kernel_and_strategy_that_are_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernels = ("kernels/flash", "kernels/sdpa", "kernels/triton", "kernels/flex")
     without(monkeypatch, "kernels/sdpa", "parallel/dp")
     config = resolve(Registry(), default_settings(), {})
     assert (config.kernels.default, config.parallel.data) == (None, None)
-    assert config.kernels.rivals == ("kernels/flash", "kernels/triton", "kernels/flex")
     assert config.settings["kernels", "default"].source.endswith("; 'sdpa' is not installed")
-    without(monkeypatch, *kernels[1:])
-    assert resolve(Registry(), default_settings(), {}).kernels.default == "kernels/flash"
-    without(monkeypatch, *kernels)
-    found = resolve(Registry(), default_settings(), {})
+
+
+def test_of_a_list_in_the_default_run_the_installed_kernels_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {**default_settings(), **read_assignments(["kernels.default=[flash,sdpa,triton]"], "default.yaml")}
+    without(monkeypatch, "kernels/sdpa")
+    assert resolve(Registry(), base, {}).kernels.rivals == ("kernels/flash", "kernels/triton")
+    without(monkeypatch, "kernels/triton")
+    assert resolve(Registry(), base, {}).kernels.default == "kernels/flash"
+    without(monkeypatch, "kernels/flash")
+    found = resolve(Registry(), base, {})
     assert (found.kernels.defaults, found.settings["kernels", "default"].value) == ((), None)
+    assert found.settings["kernels", "default"].source.endswith("; 'flash', 'sdpa' and 'triton' are not installed")
 
 
 @pytest.mark.parametrize("field", ["kernels.default=sdpa", "parallel.data=dp"])
@@ -48,15 +53,16 @@ def test_what_the_user_names_is_never_dropped(monkeypatch: pytest.MonkeyPatch, f
 @pytest.mark.parametrize(
     ("settings", "rivals"),
     [
-        ([], ["flash", "sdpa", "triton", "flex"]),
-        (["kernels.sdpa.backend=auto"], ["flash", "sdpa", "triton", "flex"]),
+        ([], ["sdpa"]),
         (["kernels.sdpa.backend=math"], ["sdpa"]),
-        (["kernels.sdpa.backend=math", "kernels.flash.version=2"], ["flash", "sdpa"]),
-        (["kernels.default=[flex,sdpa]"], ["flex", "sdpa"]),
         (["kernels.default=flex"], ["flex"]),
+        (["kernels.default=[flex]"], ["flex"]),
+        (["kernels.default=[flex,sdpa,flex]"], ["flex", "sdpa"]),
+        (["kernels.default=[flex,sdpa]", "kernels.sdpa.backend=math"], ["flex", "sdpa"]),
+        (["kernels.default=[]"], []),
     ],
 )
-def test_the_default_kernels_compete_unless_options_of_some_are_set(settings: list[str], rivals: list[str]) -> None:
+def test_the_default_kernels_are_those_that_the_config_names(settings: list[str], rivals: list[str]) -> None:
     config = resolve(Registry(), default_settings(), read_assignments(settings))
     labels = tuple(f"kernels/{name}" for name in rivals)
     assert config.kernels.defaults == labels
@@ -64,6 +70,7 @@ def test_the_default_kernels_compete_unless_options_of_some_are_set(settings: li
     assert {one.label for one in config.chosen if one.label.startswith("kernels/")} == {*labels}
 
 
+LIST = {"kernels.default": ["flash", "sdpa", "triton", "flex"]}
 EXPERTS = {"model.num_experts": 2, "model.num_experts_per_token": 1, "model.moe_ffn_hidden_size": 8}
 
 
@@ -76,16 +83,17 @@ EXPERTS = {"model.num_experts": 2, "model.num_experts_per_token": 1, "model.moe_
         ({"model.name": "gpt-oss", "model.head_dim": 8, **EXPERTS}, "plain torch"),
     ],
 )
-def test_on_a_cpu_sdpa_serves_attention_and_plain_torch_what_it_does_not(
+def test_of_a_list_on_a_cpu_sdpa_serves_attention_and_plain_torch_what_it_does_not(
     settings: dict[str, object], supplier: str
 ) -> None:
-    filled = build_model(tiny_run(settings)).slots
+    filled = build_model(tiny_run({**LIST, **settings})).slots
     assert {one.supplier for one in filled if one.site.slot == "Attention.core"} == {supplier}
 
 
-def test_a_word_of_the_default_kernels_that_is_no_plugin_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"kernels\.default .*no plugin 'flexx'"):
-        resolve(Registry(), default_settings(), read_assignments(["kernels.default=[sdpa,flexx]"]))
+@pytest.mark.parametrize("word", ["flexx", "3", "[flex]"])
+def test_a_word_of_the_default_kernels_that_is_no_plugin_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match=r"kernels\.default"):
+        resolve(Registry(), default_settings(), read_assignments([f"kernels.default=[sdpa,{word}]"]))
 
 
 def test_observers_of_the_default_run_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,9 +269,18 @@ def test_a_layout_that_cannot_become_smaller_needs_a_spare_process() -> None:
     assert layouts_of("tp2", **{"extensions.heal.spares": 1}) == {}
 
 
+COPIES = {"parallel.cp.transport": "copy_engines"}
+
+
 @pytest.mark.parametrize(
     ("layout", "settings", "reason"),
-    [("", {}, "a run of one process"), ("dp2", {"parallel.read_once": True}, "parallel.read_once=false")],
+    [
+        ("", {}, "a run of one process"),
+        ("dp2", {"parallel.read_once": True}, "parallel.read_once=false"),
+        ("fsdp2", {"parallel.fsdp.transport": "copy_engines"}, r"signals between GPUs.*\(extensions/heal\)"),
+        ("fsdp2", {"parallel.fsdp.sum_transport": "copy_engines"}, "set transport and sum_transport to messages"),
+        ("dp2cp2", {"parallel.cp.method": "ulysses", **COPIES}, "use parallel.cp.transport=messages, or leave"),
+    ],
 )
 def test_what_cannot_be_healed_is_refused(layout: str, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):

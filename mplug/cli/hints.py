@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Hints(Protocol):
     """The methods of the class in the entry-point group 'mplug.hints'.
 
-    The host calls them for words that it cannot read, and for values that a section refuses. Without an installed
-    class, its messages are those of click and pydantic.
+    The host calls them for words that it cannot read, and for the values of every section. Without an installed class,
+    its messages are those of click and pydantic, and values that no type refuses are accepted (`after_binding`).
     """
 
     def of_line(self, error: click.UsageError, command: str, words: Sequence[str]) -> str:

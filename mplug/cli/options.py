@@ -117,8 +117,8 @@ FLAGS = {
     "parallel": Flag("parallel.layout", "Layout: strategies with their degrees, such as tp4pp2.", metavar="LAYOUT"),
     "kernels": Flag(
         "kernels.default",
-        "Kernel plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch). Of several, "
-        "the fastest one that serves a slot.",
+        "Kernel plugin for every slot that it offers, or for one kind: norm=NAME (norm=null: plain torch). Of a list "
+        "([NAME,NAME]), the fastest one that serves a slot.",
         metavar="NAME",
         multiple=True,
     ),

@@ -37,7 +37,6 @@ from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.provided import provided
 from mplug.registry.rates import RATES
-from mplug.registry.rivals import competing, without
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -266,19 +265,17 @@ class _Resolver:
         raw, kinds = self._raw("kernels"), self.registry.slot_kinds()
         fields = (*kinds, "default")
         default = raw.pop("default", None)
-        rivals = default if isinstance(default, list) else []
         words = {kind: raw.pop(kind) for kind in list(raw) if kind in fields or self._may_be_kind(kind, raw, fields)}
         words["default"] = None if isinstance(default, list) else default
         entries = {kind: word and self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
-        found = [(word, self._plugin("kernels", word, ("kernels", "default"))) for word in rivals]
+        several = default if isinstance(default, list) else []
+        found = [(word, self._plugin("kernels", word, ("kernels", "default"))) for word in several]
         chosen = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
         chosen |= dict.fromkeys(str(word) for word, entry in found if entry)
         self._sub_sections("kernels", chosen, raw, fields)
         labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
-        only, rivals = labels.pop("default"), [entry.label for _, entry in found if entry]
-        named = competing(self.chosen, rivals)
-        self.chosen = without(self.chosen, {*rivals} - {*named, *labels.values()})
-        return Kernels(labels, named[0]) if len(named) == 1 else Kernels(labels, only, tuple(named))
+        only, rivals = labels.pop("default"), tuple(dict.fromkeys(entry.label for _, entry in found if entry))
+        return Kernels(labels, rivals[0]) if len(rivals) == 1 else Kernels(labels, only, rivals)
 
     def _may_be_kind(self, word: str, raw: dict[str, Any], fields: Iterable[str]) -> bool:
         """Whether a field of 'kernels' may name a kind of slots that only the blocks of the model declare.

@@ -18,7 +18,7 @@ from mplug_ops.collectives import (
     split,
 )
 from mplug_ops.exchanges import CHECK, Exchange
-from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, size_of
+from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, refuse_healing, size_of
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug_ops.started_rows import arrive, depart
 from mplug_ops.token_offers import TokenOffers
@@ -56,6 +56,7 @@ __all__ = [
     "reachable",
     "reduce",
     "reduce_scatter",
+    "refuse_healing",
     "scatter",
     "send",
     "send_bounded",

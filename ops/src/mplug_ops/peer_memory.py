@@ -9,7 +9,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
+from mplug import UsageError
 from mplug_ops.peer_signals import available, await_word, raise_word
+
+if TYPE_CHECKING:
+    from mplug import Run
 
 log = logging.getLogger("mplug")
 symmetric: Any = _symmetric_memory
@@ -51,6 +55,19 @@ def reachable(group: dist.ProcessGroup) -> bool:
     if not same_host or len(devices) < len(found) or any(devices - {one, *near} for _, one, near, _ in found):
         return False
     return all(_all(_can_share(group), group))
+
+
+def refuse_healing(run: "Run", setting: str, remedy: str) -> None:
+    """Raise UsageError for a setting that uses such memory, if the run is to go on after the death of a process.
+
+    A stream that waits for a signal of a dead process waits for ever: nothing can end that wait, as it ends a message.
+    And torch keeps the memory's ranks by the name of a group, which a group of the next attempt may have.
+    """
+    if healers := run.hooks.implementers("heal"):
+        raise UsageError(
+            f"{setting} waits for signals between GPUs, and a process that waits for a dead one cannot go on "
+            f"({healers[0]}); {remedy}, or leave {healers[0]} out"
+        )
 
 
 def _all(own: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -37,6 +37,9 @@ class TrainedSampler(Sampler):
     def _use_plain_attention(self, run: Run, selection: Selection) -> None:
         """Leave the needs that a kernel does not serve, so that the host refuses the kernel."""
 
+    def _use_static_attention(self, run: Run, model: Model, selection: Selection) -> None:
+        """Leave a kernel whose caches grow: `select` refuses it."""
+
 
 @dataclass
 class Completion:

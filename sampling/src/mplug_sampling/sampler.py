@@ -32,6 +32,7 @@ from mplug import ENCODER_TEXTS, Mesh, Model, Run, RunConfig, UsageError, hookim
 from mplug.commands import (
     AS_THEY_ARE,
     COMMAND,
+    Filled,
     Instead,
     Selection,
     listed,
@@ -105,6 +106,7 @@ class Sampler:
         _refuse_stages_and_parts(run, model)
         if not self.uncached:
             self._use_plain_attention(run, selection)
+            self._use_static_attention(run, model, selection)
         self.growing = self.uncached or _reason_against_static(run, model, selection)
 
     @hookimpl
@@ -137,6 +139,22 @@ class Sampler:
                 kept.append(unmet)
         selection.unmet = kept
         self.replaced = tuple(messages)
+
+    def _use_static_attention(self, run: Run, model: Model, selection: Selection) -> None:
+        """Let plain torch fill the attention cores that a default kernel would fill with caches that grow.
+
+        The config names a default kernel for training. A kernel that it names for attention stays.
+        """
+        if _reason_against_static_modules(run, model):
+            return
+        kernels, messages = run.config.kernels, dict[str, None]()
+        for number, filled in enumerate(selection.filled):
+            plain = replace(filled, offer=None)
+            is_default = filled.supplier in kernels.defaults and filled.site.kind not in kernels.kinds
+            if is_default and _grows(filled, run, model) and not _grows(plain, run, model):
+                selection.filled[number] = plain
+                messages[f"{_lacks_static_keys(filled)}; plain torch computes it"] = None
+        self.replaced += tuple(messages)
 
 
 def sampling_run(config: RunConfig, sampler: Sampler) -> Run:
@@ -282,6 +300,11 @@ def _reason_against(model: Model) -> str:
 
 
 def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
+    growing = (_lacks_static_keys(filled) for filled in selection.filled if _grows(filled, run, model))
+    return _reason_against_static_modules(run, model) or next(growing, "")
+
+
+def _reason_against_static_modules(run: Run, model: Model) -> str:
     if len(model.stages.units) > 1:
         return "the model is divided into the chunks of a pipeline"
     if (multiple := multiple_of_positions(run.mesh)) > 1:
@@ -289,11 +312,18 @@ def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
     for module in cached_modules(model):
         if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
             return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"
-    for filled in selection.filled:
-        if filled.site.slot == CORE and filled.site.sequence not in model.plan.streams:
-            site = replace(filled.site, needs=filled.site.needs | {STATIC_KEYS})
-            offered = filled.offer is not None or not site.lacking(offered_in_plain_torch(site))
-            answers = [one.answer(site, run) for one in (filled.offer, *filled.wraps) if one is not None]
-            if not offered or not all(answer is True for answer in answers):
-                return f"{filled.supplier} does not offer '{STATIC_KEYS}' for {CORE} of '{site.role}'"
     return ""
+
+
+def _grows(filled: Filled, run: Run, model: Model) -> bool:
+    """Whether a site is an attention core of tokens whose content does not serve a static cache."""
+    if filled.site.slot != CORE or filled.site.sequence in model.plan.streams:
+        return False
+    site = replace(filled.site, needs=filled.site.needs | {STATIC_KEYS})
+    offered = filled.offer is not None or not site.lacking(offered_in_plain_torch(site))
+    answers = [one.answer(site, run) for one in (filled.offer, *filled.wraps) if one is not None]
+    return not offered or not all(answer is True for answer in answers)
+
+
+def _lacks_static_keys(filled: Filled) -> str:
+    return f"{filled.supplier} does not offer '{STATIC_KEYS}' for {CORE} of '{filled.site.role}'"

@@ -171,6 +171,14 @@ def test_other_runs_sample_eagerly_and_say_why(name: str) -> None:
     assert any(re.search(sentence, one) for one in found), found
 
 
+def test_a_default_kernel_whose_caches_would_grow_is_replaced_by_plain_torch() -> None:
+    """A kernel that is named for attention stays (`EAGER`)."""
+    _, sampler = built({**FAMILIES["llama"], "kernels.default": "flex"}, padded=False)
+    assert sampler.growing == ""
+    (message,) = sampler.replaced
+    assert re.fullmatch(r"kernels/flex does not offer 'static keys' for .*; plain torch computes it", message)
+
+
 def test_a_plugin_that_does_not_state_it_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     from mplug_sdpa import SDPA
 

@@ -124,6 +124,10 @@ def test_a_default_kernel_fills_the_kinds_that_it_offers_unless_one_is_left_to_p
     assert found.assumed == ("flash", "quack", "triton")
     assert Kernels.of({"default": "triton", "norm": None}).supplied == frozenset()
     assert Kernels.of({"default": "sdpa"}).assumed == ()
+    listed = Kernels.of({"default": ["sdpa", "flash", "triton"]})
+    assert (listed.attention, listed.supplied, listed.assumed) == (1.0, frozenset(), ("flash", "triton"))
+    assert Kernels.of({"default": ["sdpa", "triton"], "attention": None}).attention == 1.0
+    assert Kernels.of({"default": []}) == Kernels.of({"default": None})
 
 
 # Bytes and seconds.

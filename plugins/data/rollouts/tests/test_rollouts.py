@@ -9,6 +9,7 @@ import torch
 from mplug_rollouts.loader import RolloutLoader
 
 from mplug import SAMPLED, UsageError
+from mplug.commands import Filled
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import Parts, build
@@ -115,6 +116,17 @@ REFUSED = {
 def test_layouts_whose_ranks_cannot_sample_are_refused_before_launch(layout: str) -> None:
     with pytest.raises(UsageError, match=REFUSED[layout]):
         build_model(tiny_run({**TINY, "parallel.layout": layout}))
+
+
+def test_a_kernel_whose_caches_grow_is_refused_and_never_replaced_because_it_trains_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def grows(filled: Filled, *_: object) -> bool:
+        return filled.site.slot == "Attention.core" and filled.offer is not None
+
+    monkeypatch.setattr("mplug_sampling.sampler._grows", grows)
+    with pytest.raises(UsageError, match=r"caches that do not grow, .*kernels/sdpa does not offer 'static"):
+        build_model(tiny_run({**TINY, "kernels.default": "sdpa"}))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero2", "fsdp2"])

@@ -217,8 +217,12 @@ def test_three_steps_have_the_losses_and_norms_of_plain_torch_in_fp32(
 
 @pytest.mark.parametrize("documents", [1, 5])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_that_names_no_kernel_has_it(name: str, documents: int) -> None:
-    own = {"trainer.precision": "bf16", "trainer.device": "cuda"}
+def test_of_a_list_of_default_kernels_it_is_the_fastest(name: str, documents: int) -> None:
+    own = {
+        "trainer.precision": "bf16",
+        "trainer.device": "cuda",
+        "kernels.default": ["flash", "sdpa", "triton", "flex"],
+    }
     filled = build_model(tiny_run({**settings(name, documents, 1), **own})).slots
     labels = {one.supplier_label(run()) for one in filled if one.site.slot == "Attention.core"}
     assert labels == {"kernels/flash (flash-attn-4)"}

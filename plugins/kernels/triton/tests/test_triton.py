@@ -105,7 +105,7 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 CORE, NORM, QKV, ACTIVATION = "Attention.core", "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
 DISPATCH, COMBINE, LARGEST = "Experts.dispatch", "Experts.combine", "LargestLogits.maximum"
 OFFERS = Triton(Triton.Config()).offer()
-NAMED = dict.fromkeys(("attention", "norm", "qk", "activation", "dispatch"), "kernels/triton")
+NAMED = dict.fromkeys(("attention", "largest_logits", "norm", "qk", "activation", "dispatch"), "kernels/triton")
 
 
 class Block(SimpleNamespace):
@@ -169,7 +169,8 @@ def test_it_serves_windows_soft_caps_sinks_and_documents_together_named_or_not(s
     needs = ("window", "soft cap", "attention sinks", "document_lengths", "full attention", "log-sum-exp")
     assert answer(at(CORE, *needs, size=size), during()) is True
     assert answer(at(CORE, *needs, size=size), during(named={})) is True
-    assert answer(at(CORE, *needs, size=257), during(named={})) is False  # left to other kernels and plain torch
+    for slot in (CORE, LARGEST):
+        assert answer(at(slot, size=257), during(named={})) is False  # left to other kernels and plain torch
 
 
 NO_ROOM = f"of up to {WIDEST} elements, which fit into registers, and this site's have {WIDEST + 1}"

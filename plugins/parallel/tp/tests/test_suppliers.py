@@ -257,3 +257,26 @@ def test_the_stream_is_divided_under_sequence_parallelism_and_all_is_as_in_one_p
                 expected = own(expected, rank)
             rtol, atol = SUMMED.get(name, (0, 0))
             assert torch.allclose(found[name], expected, rtol, atol), name
+
+
+@pytest.mark.parametrize(
+    ("healing", "overlap", "found"),
+    [(False, "null", True), (True, "null", False), (True, "false", False), (False, "true", True)],
+)
+def test_gpus_of_a_run_that_survives_a_death_do_not_overlap(
+    monkeypatch: pytest.MonkeyPatch, healing: bool, overlap: str, found: bool
+) -> None:
+    """A stream that waits for a signal of a dead process would wait for ever."""
+    seen = list[bool]()
+    monkeypatch.setattr("mplug_tp.suppliers.offers", lambda *given: seen.append(given[-1]) or [])
+    run = prepared(f"parallel.tp.overlap={overlap}", *(["extensions.heal.spares=1"] if healing else []))
+    run.device = "cuda"
+    run.hooks.call.offer(run=run, model=None)
+    assert seen == [found]
+
+
+def test_an_overlap_that_is_named_is_refused_beside_healing() -> None:
+    run = prepared("parallel.tp.overlap=true", "extensions.heal.spares=1")
+    run.device = "cuda"
+    with pytest.raises(UsageError, match=r"parallel.tp.overlap=true waits for signals .* \(extensions/heal\)"):
+        run.hooks.call.offer(run=run, model=None)

@@ -27,11 +27,17 @@ class Kernels:
     def of(cls, section: Mapping[str, Any]) -> "Kernels":
         """What the kernels of a config's section `kernels` change: a plugin for each kind, and 'default'.
 
-        A default fills every kind that it offers. A kind whose plugin is None is left to plain torch.
+        A default fills every kind that it offers. Of a list of defaults, the fastest one is taken to fill attention and
+        no other kind. A kind whose plugin is None is left to plain torch.
         """
         facts: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("kernels.yaml").read_text())
         chosen = dict(section)
         default = chosen.pop("default", None) or ""
+        rivals = default if isinstance(default, list) else [default]
+        if isinstance(default, list):
+            default = ""
+            if "attention" not in chosen and rivals:
+                chosen["attention"] = max(rivals, key=lambda name: facts.get(name, {}).get("attention", 0.0))
         filled = {**dict.fromkeys(facts.get(default, {}).get("fills", ()), default), **chosen}
         kinds = {kind: name for kind, name in filled.items() if name}
         attention = facts.get(kinds.get("attention", default), {})
@@ -40,5 +46,5 @@ class Kernels:
             fuses_activation="mlp" in kinds,
             fuses_casts="norm_product" in kinds,
             attention=float(attention.get("attention", 1.0)),
-            assumed=tuple(sorted(name for name in {*kinds.values(), default} if facts.get(name, {}).get("gpu"))),
+            assumed=tuple(sorted(name for name in {*kinds.values(), *rivals} if facts.get(name, {}).get("gpu"))),
         )

@@ -170,7 +170,7 @@ class Planner:
         self._chosen = {
             key[1]: one.value
             for key, one in merge(self._defaults, settings).items()
-            if len(key) == 2 and key[0] == "kernels" and (one.value is None or isinstance(one.value, str))
+            if len(key) == 2 and key[0] == "kernels" and isinstance(one.value, str | list | None)
         }
         self.kernels = Kernels.of(self._chosen)
         self.state_bytes = 2.0 * FP32

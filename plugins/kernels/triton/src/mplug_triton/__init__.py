@@ -74,13 +74,20 @@ def supports_attention(site: Site, run: "Run") -> bool | str:
 
     For other sites the reason, or False if the config does not name a kernel for attention.
     """
-    reason = _reason_against_attention(site, run)
-    return (reason if "attention" in run.config.kernels.kinds else False) if reason else True
+    return _answer(_reason_against_attention(site, run), "attention", run)
 
 
 def supports_largest_logits(site: Site, run: "Run") -> bool | str:
-    """True for keys up to WIDEST_HEAD, on a GPU from Ampere on or in Triton's interpreter; else the reason."""
-    return _reason_against_heads(site, run) or True
+    """True for keys up to WIDEST_HEAD, on a GPU from Ampere on or in Triton's interpreter.
+
+    For other sites the reason, or False if the config does not name a kernel for them.
+    """
+    return _answer(_reason_against_heads(site, run), "largest_logits", run)
+
+
+def _answer(reason: str, kind: str, run: "Run") -> bool | str:
+    """True without a reason; a site that no kernel is named for is left to other kernels and plain torch."""
+    return (reason if kind in run.config.kernels.kinds else False) if reason else True
 
 
 def _reason_against_attention(site: Site, run: "Run") -> str:
@@ -147,10 +154,7 @@ def supports_activation(site: Site, run: "Run") -> bool | str:
     """
     if site.module.kind == SWIGLU:
         return False
-    reason = _reason_against_activation(site, run)
-    if not reason:
-        return True
-    return reason if "activation" in run.config.kernels.kinds else False
+    return _answer(_reason_against_activation(site, run), "activation", run)
 
 
 def supports_swiglu(site: Site, run: "Run") -> bool | str:

@@ -1,7 +1,7 @@
 """All-to-all of parts that the sender writes in place: by messages, or by copies between the memories of GPUs. R ranks.
 
-NCCL exchanges with kernels, which need multiprocessors. An attention kernel that occupies all of them delays such a
-message, or is delayed by it, so neither hides the other. Copies are made by the copy engines of the GPUs.
+NCCL exchanges with kernels, which need multiprocessors, and attention kernels may occupy all of them. The copy engines
+of the GPUs need none, so that neither waits for the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,6 +126,7 @@ def exchange_by_copies(run: Run, group: ops.Group) -> None:
     """Let the ranks of a group exchange by copies, or raise UsageError if they cannot. Collective."""
     if not run.device.startswith("cuda"):
         raise UsageError(f"{SETTING} copies between GPUs, and this run is on the CPU; {REMEDY}")
+    BY_COPIES.clear()  # those of the layout before, whose memory nothing uses any more
     if group is None:
         return
     if not ops.reachable(group):

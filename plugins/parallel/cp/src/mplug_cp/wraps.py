@@ -16,7 +16,7 @@ from mplug_cp.gathered import gathered_of
 from mplug_cp.head_chunks import chunked
 from mplug_cp.operators import Operator
 from mplug_cp.ring import ring_of
-from mplug_cp.swaps import exchange_by_copies
+from mplug_cp.swaps import REMEDY, SETTING, exchange_by_copies
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
 from mplug_nn.specification import (
     CROSS,
@@ -68,6 +68,7 @@ def around_attention(run: "Run", config: "ContextParallelConfig") -> "list[Wrap]
         wrap = partial(exchanged, run.group(axis), size, index)
         supports, note = partial(_has_heads, axis, None), "exchange of heads"
         if config.transport == "copy_engines":
+            ops.refuse_healing(run, SETTING, REMEDY)
             exchange_by_copies(run, run.group(axis))
         if config.head_chunks > 1 or config.transport == "copy_engines":
             wrap_chunks = partial(chunked, run.group(axis), size, index, config.head_chunks)

@@ -78,6 +78,7 @@ def open_mailbox(run: Run, group: ops.Group) -> None:
     """
     if not run.device.startswith("cuda"):
         raise UsageError(f"{SETTING} writes rows into the memory of other GPUs, and this run is on the CPU; {REMEDY}")
+    ops.refuse_healing(run, SETTING, REMEDY)
     if not triton_builds():
         raise UsageError(f"{SETTING} needs Triton and a C compiler on this machine; install them, or {REMEDY}")
     if group is None:

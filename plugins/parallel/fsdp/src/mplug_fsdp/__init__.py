@@ -41,10 +41,7 @@ class FullyShardedDataParallel:
     @hookimpl
     def captures(self, run: "Run", model: "Model") -> bool | str | None:
         """None, as without this hook, if everything travels by messages."""
-        transports = {self.config.transport, self.config.sum_transport}
-        if transports == {"messages"} or run.mesh.axes[AXIS].size == 1:
-            return None
-        return "counts its copies in signals between GPUs"
+        return "counts its copies in signals between GPUs" if self._copies(run) else None
 
     @hookimpl
     def varies(self, config: "RunConfig") -> Variance | None:
@@ -61,8 +58,18 @@ class FullyShardedDataParallel:
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:
         """Shard the rows of every parameter whose gradient is partial over the axis."""
+        if self._copies(run):
+            from mplug_fsdp.peer_rows import REMEDY, SETTING
+            from mplug_ops import refuse_healing
+
+            refuse_healing(run, SETTING, REMEDY)
         if run.mesh.axes[AXIS].size > 1:
             divide_rows(run, model, self.config)
+
+    def _copies(self, run: "Run") -> bool:
+        """Whether weights or gradients travel by copies."""
+        by_messages = {self.config.transport, self.config.sum_transport} == {"messages"}
+        return not by_messages and run.mesh.axes[AXIS].size > 1
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:

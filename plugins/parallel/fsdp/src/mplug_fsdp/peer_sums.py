@@ -1,7 +1,7 @@
 """Sums of gradients by copies: each rank copies its gradients of rows into the memory of the rank that keeps the rows.
 
-That rank adds what arrives. NCCL sums with kernels that hold multiprocessors while they wait for each other, and a
-product whose kernel occupies all of them then ends late. Here, only the additions take multiprocessors. R ranks.
+That rank adds what arrives. NCCL sums with kernels that hold multiprocessors while they wait for each other. Here, only
+the additions take multiprocessors from the products. R ranks.
 """
 
 from collections.abc import Iterable, Sequence

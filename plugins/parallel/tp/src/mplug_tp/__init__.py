@@ -31,7 +31,8 @@ class TensorParallel:
         overlap: Annotated[bool | None, MAY_CHANGE] = Field(
             None,
             description="run the collectives around the products of split weights beside these products, in chunks "
-            "(null: on GPUs); GPUs that access each other's memory copy the chunks, other ranks send messages",
+            "(null: on GPUs, except in a run that goes on after the death of a process); GPUs that access each other's "
+            "memory copy the chunks, other ranks send messages",
         )
 
     def __init__(self, config: Config) -> None:
@@ -68,9 +69,14 @@ class TensorParallel:
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
         """Collectives around or beside products, and the look-up and loss of a split vocabulary; nothing if tp=1."""
+        from mplug_ops import refuse_healing
         from mplug_tp.suppliers import offers
 
         if run.mesh.axes["tp"].size == 1:
             return []
-        overlap = run.device.startswith("cuda") if self.config.overlap is None else self.config.overlap
+        overlap, on_gpus = self.config.overlap, run.device.startswith("cuda")
+        if overlap is None:
+            overlap = on_gpus and not run.hooks.implementers("heal")
+        elif overlap and on_gpus:
+            refuse_healing(run, "parallel.tp.overlap=true", "set parallel.tp.overlap=false")
         return offers(run, model, self.config.sequence_parallel, overlap)

@@ -181,8 +181,8 @@ class SampledSource:
         if timeouts := sum(one.timeouts for one in rewarded):
             found["rewards/timeouts"] = float(timeouts)
             log.warning(
-                "step %d: functions of data.rewards needed more than data.reward_seconds=%g for %d of %d prompts, whose "
-                "completions teach nothing",
+                "step %d: functions of data.rewards needed more than data.reward_seconds=%g for %d of %d prompts; "
+                "their completions teach nothing",
                 self.run.step,
                 self.config.reward_seconds,
                 sum(one.timeouts > 0 for one in rewarded),

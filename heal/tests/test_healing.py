@@ -278,6 +278,13 @@ def test_what_cannot_be_healed_is_refused(layout: str, settings: dict[str, Any],
         layouts_of(layout, **settings)
 
 
+def test_a_run_that_deaths_have_left_in_one_process_resumes_in_it() -> None:
+    """Its saved config names the extension and the layout that remains."""
+    run = run_of("")
+    base = tiny_settings() | overrides({"extensions.heal.fewer": True})
+    assert healer_of(run).plan(run, None, base, {}).layouts == {}  # type: ignore[union-attr]
+
+
 def test_another_launcher_is_refused() -> None:
     run = run_of("dp2")
     with pytest.raises(UsageError, match="torchrun ends all processes of a run when one dies"):

@@ -287,6 +287,11 @@ def test_a_run_that_deaths_have_left_in_one_process_resumes_in_it() -> None:
     assert healer_of(run).plan(run, None, base, {}).layouts == {}  # type: ignore[union-attr]
 
 
+def test_true_in_the_place_of_the_section_names_the_remedy() -> None:
+    with pytest.raises(UsageError, match=r"not True; for the plugin with its defaults, set extensions.heal=\{\}"):
+        tiny_config({"extensions.heal": True})
+
+
 def test_another_launcher_is_refused() -> None:
     run = run_of("dp2")
     with pytest.raises(UsageError, match="torchrun ends all processes of a run when one dies"):

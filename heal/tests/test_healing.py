@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mplug.config.sources import Settings, from_mapping, merge
 from mplug.distributed.supervision import Send
 from mplug.distributed.world import World, attempt
 from mplug.errors import RunError, UsageError
-from mplug.run.launching import launch
+from mplug.run.launching import Healing, Stopped, launch
 from mplug.run.metrics_file import METRICS, read_records
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -27,6 +28,7 @@ from mplug.training.stepper import DefaultStepper
 from mplug_heal.copies import _newest_complete
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.requests import ask
+from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete
 from mplug_saving.saver import Saver
 from mplug_steps.reduction import Reduction
@@ -287,6 +289,18 @@ def test_what_cannot_be_healed_is_refused(layout: str, settings: dict[str, Any],
         layouts_of(layout, **settings)
 
 
+def test_a_run_that_deaths_have_left_in_one_process_resumes_in_it() -> None:
+    """Its saved config names the extension and the layout that remains."""
+    run = run_of("")
+    base = tiny_settings() | overrides({"extensions.heal.fewer": True})
+    assert healer_of(run).plan(run, None, base, {}).layouts == {}  # type: ignore[union-attr]
+
+
+def test_true_in_the_place_of_the_section_names_the_remedy() -> None:
+    with pytest.raises(UsageError, match=r"not True; for the plugin with its defaults, set extensions.heal=\{\}"):
+        tiny_config({"extensions.heal": True})
+
+
 def test_another_launcher_is_refused() -> None:
     run = run_of("dp2")
     with pytest.raises(UsageError, match="torchrun ends all processes of a run when one dies"):
@@ -309,3 +323,24 @@ def test_the_newest_generation_that_the_processes_hold_completely_is_chosen() ->
     assert _newest_complete([{older: half, newer: half}, {older: other}]) == (older, {0: 0, 1: 1})
     assert _newest_complete([{newer: half}, {older: other}]) is None
     assert _newest_complete([{}, {}]) is None
+
+
+def _stopped_while_it_goes_on(launcher: int, send: Callable[[object], None]) -> None:
+    """Rank 1 dies in its first step. The other begins again, and the launcher gets a signal that it does not hear."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        send(1)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("the connection is closed")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.kill(launcher, signal.SIGINT)
+    time.sleep(60)
+
+
+def test_a_signal_ends_a_run_that_goes_on_after_a_death_before_its_next_step() -> None:
+    """Its processes may be between two attempts, where no step hears a signal: it must not be lost."""
+    began = time.monotonic()
+    with pytest.raises(Stopped) as stop:
+        launch_survivors(2, _stopped_while_it_goes_on, (os.getpid(),), None, None, Healing(0, {1: {}}, covers, print))
+    assert stop.value.signal == signal.SIGINT
+    assert time.monotonic() - began < 40

@@ -366,7 +366,9 @@ class _Resolver:
         return (section, name), {}
 
     def _remedy(self, section: str, name: str, own: Any) -> str:
-        """The remedy if the user wrote a degree in the place of a strategy's section."""
+        """The remedy if the user wrote true in the place of a section, or a degree in that of a strategy's."""
+        if own is True:
+            return f"; for the plugin with its defaults, set {section}.{name}={{}}"
         if section != "parallel" or isinstance(own, bool) or not isinstance(own, int) or own < 1:
             return ""
         layout = str(self._raw("parallel").get("layout") or "")

@@ -57,6 +57,8 @@ class Heal:
         from mplug.run.launching import Healing
         from mplug_heal.smaller import refuse_unhealable, rehearsed, smaller_layouts
 
+        if run.mesh.world_size == 1 and any(key[:2] == ("extensions", "heal") for key in base):
+            return Healing(0, {}, covers, rehearsed)  # resumed after deaths that have left one process
         refuse_unhealable(run, world)
         layouts = smaller_layouts(run, base, overrides) if self.config.fewer else {}
         if not layouts and not self.config.spares:

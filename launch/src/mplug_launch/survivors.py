@@ -109,6 +109,9 @@ def launch_survivors(
             while not crew.is_done:
                 crew.listen(0.2)
                 crew.end_hang()
+                if handler.signal is not None and crew.is_between_steps:
+                    crew.kill()
+                    raise Stopped(handler.signal)
                 if crew.dead() and not (handler.signal is None and crew.heal()):
                     crew.end_all()
                     if handler.signal is not None and not crew.failed_before(handler.when):
@@ -141,6 +144,11 @@ class Crew(Pipes):
     def is_done(self) -> bool:
         """Whether all ranks have done their work, or one before it has heard that another one has died meanwhile."""
         return len(self.results) == self.size or LATE in self.results
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the run goes on after a death, and has not come to a step: its processes may not hear a signal."""
+        return self.attempt > 0 and not self.steps
 
     def start(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Start all processes."""

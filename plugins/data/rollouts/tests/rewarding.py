@@ -1,6 +1,7 @@
 """Functions of rewards for the tests."""
 
 import os
+import signal
 import time
 
 
@@ -39,3 +40,22 @@ def endless(completions: list[str], **columns: object) -> list[float]:
 
 def dying(completions: list[str], **columns: object) -> list[float]:
     os._exit(3)
+
+
+def texts(completions: list[str], **columns: object) -> list[str]:
+    return ["1.0"] * len(completions)
+
+
+def unknown(completions: list[str], **columns: object) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def one_number(completions: list[str], **columns: object) -> float:
+    return 1.0
+
+
+def interrupted(completions: list[str], **columns: object) -> list[float]:
+    """Rewards, although the signals of a run that is stopped arrive."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return [float(os.getpgid(0) == os.getpid())] * len(completions)

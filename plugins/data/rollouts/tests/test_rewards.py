@@ -47,10 +47,18 @@ def test_a_function_that_needs_too_long_is_ended_and_the_next_prompt_is_rewarded
     assert fast.totals == [2.0, 3.0]
 
 
+def test_the_signals_that_stop_a_run_end_no_function() -> None:
+    """The run finishes its step, which needs the rewards. The process has a group of its own, which Ctrl-C misses."""
+    assert rewarded(named("interrupted"), group("a", "b"))[0].totals == [1.0, 1.0]
+
+
 FAULTS = {
     "failing": r"the reward '.*:failing' failed on the prompt of prompts.jsonl:7: KeyError: 'no such thing'; correct",
     "too_few": "it returned 1 rewards for 2 completions",
     "dying": "the reward '.*:dying' on the prompt of prompts.jsonl:7 ended its process with status 3",
+    "texts": "it returned the reward '1.0', which is no finite number",
+    "unknown": "it returned the reward nan, which is no finite number",
+    "one_number": "it returned a value of type float, not a list with a reward per completion",
     "missing": "cannot find '.*:missing': AttributeError",
 }
 
@@ -62,7 +70,10 @@ def test_a_function_that_fails_is_named_with_the_prompt(name: str) -> None:
 
 
 def test_names_that_lead_nowhere_are_refused() -> None:
-    for name, cause in (("nowhere", "no entry point of the group 'mplug.rewards'"), ("os:sep", "it is a str")):
+    for name, cause in (
+        ("nowhere", "no entry point of the group 'mplug.rewards'"),
+        ("os:sep", "it is of type str"),
+    ):
         with pytest.raises(UsageError, match=f"cannot find '{name}': ValueError: {cause}"):
             Functions([name], None, 60.0, 1).check()
 

@@ -38,21 +38,13 @@ class Rollouts(ChatLoader):
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse samples without room for a completion, and steps that end within the completions of a prompt."""
+        """Refuse samples without room for a completion."""
         own, trainer = self.config, config.trainer
         if own.per_sample * (own.max_tokens + 1) > trainer.seq_length:
             raise UsageError(
                 f"data.per_sample={own.per_sample} completions of data.max_tokens={own.max_tokens} tokens after a "
                 f"prompt do not fit into trainer.seq_length={trainer.seq_length}; set trainer.seq_length to the tokens "
                 f"of the longest prompt and completion, times data.per_sample"
-            )
-        of_step, of_prompt = trainer.global_batch_size * own.per_sample, own.num_generations * own.repeats
-        if own.completions == "sampled" and own.prompts_per_rollout is None and of_step % of_prompt:
-            raise UsageError(
-                f"a step takes {of_step} completions (trainer.global_batch_size times data.per_sample), which is no "
-                f"multiple of data.num_generations={own.num_generations}"
-                f"{f' times data.repeats={own.repeats}' if own.repeats > 1 else ''}; change one of them, or set "
-                f"data.prompts_per_rollout"
             )
         assert self.template
         assert self.tokenizer
@@ -94,8 +86,9 @@ class Rollouts(ChatLoader):
 
     @hookimpl
     def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
-        """Refuse kernels and layouts with which the model cannot sample between steps."""
+        """Refuse kernels and layouts with which the model cannot sample, and steps that end within a prompt."""
         if run.trains and self._sampler is not None:
+            self._check_steps(run.config.trainer.global_batch_size * self.config.per_sample)
             self._sampler.select(run, model, selection)
 
     @hookimpl
@@ -156,6 +149,17 @@ class Rollouts(ChatLoader):
             self._functions = self._new_functions()
         return self._functions
 
+    def _check_steps(self, of_step: int) -> None:
+        """Refuse steps of so many completions if they end within the completions of a prompt."""
+        own = self.config
+        if own.prompts_per_rollout is None and of_step % (own.num_generations * own.repeats):
+            raise UsageError(
+                f"a step takes {of_step} completions (trainer.global_batch_size times data.per_sample), which is no "
+                f"multiple of data.num_generations={own.num_generations}"
+                f"{f' times data.repeats={own.repeats}' if own.repeats > 1 else ''}; change one of them, or set "
+                f"data.prompts_per_rollout"
+            )
+
     def _new_functions(self) -> "Functions":
         from mplug_rollouts.rewards import Functions
 
@@ -185,10 +189,10 @@ class Rollouts(ChatLoader):
         if not prompts:
             own_files = split == "validation" and own.validation_path
             where = f"data.validation_path '{own.validation_path}'" if own_files else f"data.path '{own.path}'"
-            remedy = ", set data.validation_path, or set trainer.eval_every=0" if split == "validation" else ""
+            remedy = ", or data.validation_path, or trainer.eval_every=0" if split == "validation" else ""
             raise UsageError(
                 f"{where}: no prompt of the {split} split can be used ({count.prompts} read; {count}; a prompt may "
-                f"have {length} tokens); use other prompts, set a larger trainer.seq_length{remedy}"
+                f"have {length} tokens); use other prompts, or set a larger trainer.seq_length{remedy}"
             )
         return prompts
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -114,7 +115,8 @@ class Process:
         if self._process is not None:
             return
         command = [sys.executable, "-m", "mplug_rollouts.worker", *self.names]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # without Ctrl-C
         self._unread = b""
         try:
             faults = self._answer(START, f"the import of data.rewards={[*self.names]}")["faults"]
@@ -153,9 +155,10 @@ class Process:
         return [MISSING if one is None else float(one) for one in answer["rewards"]]
 
     def end(self) -> None:
-        """End it at once."""
+        """End it at once, and the programs that functions have started."""
         if self._process is not None:
-            self._process.kill()
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
                 _close(stream)

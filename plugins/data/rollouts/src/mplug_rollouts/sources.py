@@ -1,6 +1,8 @@
 """Where completions come from: the model that trains samples them, or lines of files have them."""
 
 import json
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from mplug_tokenization.vocabulary import Vocabulary
 
 FILE = "rollouts.jsonl"
+log = logging.getLogger("mplug.rollouts")
 Complete = Callable[[Sequence[Sequence[int]], Sequence[int], bool], "list[Completion]"]
 """(the tokens of prompts, the keys of their random numbers, whether to take the likeliest tokens) -> completions."""
 
@@ -177,6 +180,16 @@ class SampledSource:
             found[f"rewards/{name}/mean"], found[f"rewards/{name}/std"] = mean_of(values), deviation_of(values)
         if timeouts := sum(one.timeouts for one in rewarded):
             found["rewards/timeouts"] = float(timeouts)
+            log.warning(
+                "step %d: functions of data.rewards needed more than data.reward_seconds=%g for %d of %d prompts; "
+                "their completions teach nothing",
+                self.run.step,
+                self.config.reward_seconds,
+                sum(one.timeouts > 0 for one in rewarded),
+                len(rewarded),
+            )
+        if all(math.isnan(one.reward) for one in everything):
+            del found["reward"]
         self.figures[self.run.step] = found
 
     def _save(self, prompts: Sequence[Encoded], items: Sequence[Sequence[Item]]) -> None:

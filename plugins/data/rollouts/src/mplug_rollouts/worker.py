@@ -5,12 +5,16 @@ the functions print goes to the error stream.
 """
 
 import json
+import math
 import os
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 GROUP = "mplug.rewards"
@@ -37,7 +41,7 @@ def found(name: str) -> Callable[..., Any]:
     for part in attribute.split("."):
         value = getattr(value, part)
     if not callable(value):
-        raise ValueError(f"it is a {type(value).__name__}, not a function")
+        raise ValueError(f"it is of type {type(value).__name__}, not a function")
     return value  # type: ignore[no-any-return]
 
 
@@ -51,14 +55,48 @@ def rewards_of(function: Callable[..., Any], request: dict[str, Any]) -> list[fl
     """The rewards of a call; ValueError if they are not one number or None for each completion."""
     completions = request["completions"]
     values = function(prompts=request["prompts"], completions=completions, **request["columns"])
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise ValueError(
+            f"it returned a value of type {type(values).__name__}, not a list with a reward per completion"
+        )
+    values = list(values)
     if len(values) != len(completions):
         raise ValueError(f"it returned {len(values)} rewards for {len(completions)} completions")
-    return [None if one is None else float(one) for one in values]
+    return [None if one is None else number(one) for one in values]
+
+
+def number(value: Any) -> float:
+    """A reward as a number; ValueError if it is none, or not finite."""
+    try:
+        found = None if isinstance(value, str | bytes) else float(value)
+    except TypeError:
+        found = None
+    if found is None or not math.isfinite(found):
+        raise ValueError(f"it returned the reward {value!r}, which is no finite number")
+    return found
+
+
+def end_with_parent() -> None:
+    """End this process when its parent has ended, whatever a function does."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def main(names: list[str]) -> None:
-    """Answer calls until the input ends."""
+    """Answer calls until the input ends.
+
+    A signal that stops the run may reach this process too. It stays, because the run finishes its step.
+    """
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: None)  # programs that functions start have the default again
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what functions print must not be among the answers
     sys.path.insert(0, os.getcwd())

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,20 @@ from mplug.run.launching import launch
 from mplug.run.metrics_file import METRICS, read_records
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug.training.assembly import build
 from mplug.training.healing import healer_of
 from mplug.training.job import Job, Outcome, supervisor_of, work
 from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug.training.stepper import DefaultStepper
-from mplug_heal.copies import _newest_complete
+from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.requests import ask
 from mplug_saving.folder import complete
+from mplug_saving.position import Position
 from mplug_saving.saver import Saver
 from mplug_steps.reduction import Reduction
-from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_settings
+from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run, tiny_settings
 
 STEPS = 6
 SETTINGS = {
@@ -291,6 +294,19 @@ def test_the_state_outlives_any_one_rank(size: int) -> None:
         assert covers(set(range(size)) - {dead}, size)
     if size > 1:
         assert not covers(set(range(size)) - {0, keeper(0, size)}, size)
+
+
+def test_a_run_forgets_all_generations_but_the_one_from_which_it_goes_on() -> None:
+    """The next copy replaces the older of two. A process may hold a newer one that is not complete."""
+    run = tiny_run(SETTINGS)
+    position, copying = Position(run, build(run)), Copying(1, None)
+    for run.step in (1, 2):
+        copying.keep(run, position)
+    newest = run.kept["heal"][-1]
+    run.kept["heal"].append(replace(newest, key=(3, 0), size=2))
+    assert restore(run, position)
+    assert run.step == 2
+    assert run.kept["heal"] == [newest]
 
 
 def test_the_newest_generation_that_the_processes_hold_completely_is_chosen() -> None:

@@ -29,6 +29,10 @@ from mplug_saving.storage import FolderReader, FolderWriter
 from mplug_saving.verified import Verified
 
 
+_UNFINISHED: set["Future[Any]"] = set()
+"""The asynchronous saves of this process, also those of an earlier attempt of the run, whose threads still write."""
+
+
 class Saver:
     """Saves a run's checkpoints, one at a time, on all ranks together.
 
@@ -45,6 +49,7 @@ class Saver:
         self._visible: list[Path] = []
         self._longest = 0.0
         self._expected = 0.0
+        wait([*_UNFINISHED])  # it may write to a folder that this run is about to write to
         if run.groups is not None:
             run.groups.beside()  # all ranks must make this group together
 
@@ -59,6 +64,8 @@ class Saver:
         options = {"storage_writer": writer, "planner": BoxSavePlanner(self._plans), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
+            _UNFINISHED.add(saving)
+            saving.add_done_callback(_UNFINISHED.discard)
         else:
             saving = Future()
             try:

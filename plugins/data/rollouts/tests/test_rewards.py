@@ -50,6 +50,7 @@ def test_a_function_that_needs_too_long_is_ended_and_the_next_prompt_is_rewarded
 FAULTS = {
     "failing": r"the reward '.*:failing' failed on the prompt of prompts.jsonl:7: KeyError: 'no such thing'; correct",
     "too_few": "it returned 1 rewards for 2 completions",
+    "infinite": "it returned an infinite reward",
     "dying": "the reward '.*:dying' on the prompt of prompts.jsonl:7 ended its process with status 3",
     "missing": "cannot find '.*:missing': AttributeError",
 }

@@ -46,11 +46,15 @@ class Rollouts(ChatLoader):
                 f"prompt do not fit into trainer.seq_length={trainer.seq_length}; set trainer.seq_length to the tokens "
                 f"of the longest prompt and completion, times data.per_sample"
             )
-        of_step, of_prompt = trainer.global_batch_size * own.per_sample, own.num_generations * own.repeats
-        if own.completions == "sampled" and own.prompts_per_rollout is None and of_step % of_prompt:
+        rampup, of_prompt = config.schedule.batch_rampup, own.num_generations * own.repeats
+        sizes = [trainer.global_batch_size]
+        if rampup.start is not None:
+            sizes += range(rampup.start, trainer.global_batch_size, rampup.increment)
+        of_step = next((size * own.per_sample for size in sizes if size * own.per_sample % of_prompt), 0)
+        if own.completions == "sampled" and own.prompts_per_rollout is None and of_step:
             raise UsageError(
-                f"a step takes {of_step} completions (trainer.global_batch_size times data.per_sample), which is no "
-                f"multiple of data.num_generations={own.num_generations}"
+                f"a step takes {of_step} completions (trainer.global_batch_size, or a batch of schedule.batch_rampup, "
+                f"times data.per_sample), which is no multiple of data.num_generations={own.num_generations}"
                 f"{f' times data.repeats={own.repeats}' if own.repeats > 1 else ''}; change one of them, or set "
                 f"data.prompts_per_rollout"
             )
@@ -124,20 +128,29 @@ class Rollouts(ChatLoader):
             "shard": run.mesh.batch_shard(run.rank),
             "micro_batch_size": run.micro_batch_size,
         }
+        masks = own.mask_truncated
         if own.completions == "given":
             items = given_items(prompts, self.vocabulary, own)
-            return RolloutLoader(GivenSource(prompts, items, trainer.seed), **common)
+            return RolloutLoader(GivenSource(prompts, items, trainer.seed), masks_truncated=masks, **common)
         complete = partial(self._complete, run, prompts)
         source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions)
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
         self._source = source
-        return RolloutLoader(source, **common)
+        return RolloutLoader(source, masks_truncated=masks, **common)
 
     @hookimpl
     def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
         """Rewards, lengths and the duration of the rollout that a step has caused."""
         return {} if self._source is None else self._source.figures.pop(record["step"], {})
+
+    @hookimpl
+    def run_started(self, run: "Run") -> None:
+        """Remove the saved completions of steps that the run will repeat."""
+        from mplug_rollouts.sources import FILE, forget_after
+
+        if self.config.save and run.rank == 0 and run.directory is not None:
+            forget_after(run.directory / FILE, run.step)
 
     @hookimpl
     def run_finished(self) -> None:

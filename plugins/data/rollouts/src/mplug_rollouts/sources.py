@@ -1,6 +1,7 @@
 """Where completions come from: the model that trains samples them, or lines of files have them."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,19 @@ class Encoded:
 
     prompt: Prompt
     tokens: tuple[int, ...]
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Cut a file of rollouts before the first one of a later step, or before a line that a killed run has not ended."""
+    if not path.exists():
+        return
+    with path.open("r+b") as lines:
+        end = 0
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        lines.truncate(end)
 
 
 def fingerprint_of(prompts: Sequence[Encoded], *more: object) -> str:
@@ -190,7 +204,7 @@ class SampledSource:
                         "text": self._text(item.tokens, truncated=item.truncated),
                         "tokens": item.tokens,
                         "log_probabilities": item.log_probabilities,
-                        "reward": item.reward,
+                        "reward": None if math.isnan(item.reward) else item.reward,
                         "truncated": item.truncated,
                     }
                     for item in group

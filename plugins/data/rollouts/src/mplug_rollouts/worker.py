@@ -5,6 +5,7 @@ the functions print goes to the error stream.
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -54,7 +55,10 @@ def rewards_of(function: Callable[..., Any], request: dict[str, Any]) -> list[fl
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     if len(values) != len(completions):
         raise ValueError(f"it returned {len(values)} rewards for {len(completions)} completions")
-    return [None if one is None else float(one) for one in values]
+    found = [None if one is None else float(one) for one in values]
+    if any(one is not None and math.isinf(one) for one in found):
+        raise ValueError("it returned an infinite reward, with which no mean can be computed")
+    return found
 
 
 def main(names: list[str]) -> None:

@@ -28,7 +28,6 @@ from mplug_saving.retention import Retention
 from mplug_saving.storage import FolderReader, FolderWriter
 from mplug_saving.verified import Verified
 
-
 _UNFINISHED: set["Future[Any]"] = set()
 """The asynchronous saves of this process, also those of an earlier attempt of the run, whose threads still write."""
 

@@ -31,7 +31,7 @@ class PolicyOptimization:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse another temperature than that of the data's sampler, and ratios of 1 for completions of older weights."""
+        """Refuse another temperature than the data's, and ratios of 1 for completions of older weights."""
         sampled = getattr(config.data, "temperature", None)
         if sampled is not None and sampled != self.config.temperature:
             raise UsageError(

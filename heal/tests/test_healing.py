@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,8 @@ from mplug.training.stepper import DefaultStepper
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.requests import ask
-from mplug_saving.folder import complete
+from mplug_saving import storage
+from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
 from mplug_saving.saver import Saver
 from mplug_steps.reduction import Reduction
@@ -73,6 +75,19 @@ def _dies_before(owner: Any, name: str, step_of: Callable[[Any], int], step: int
         return method(self, *arguments, **named)
 
     setattr(owner, name, replaced)
+
+
+def writing_slowly(job: Job, deaths: tuple[Death, ...], send: Send) -> Outcome:
+    """As `dying`; in the first attempt, rank 0 needs seconds to write the checkpoint of step 3."""
+    write, is_slow = storage.save_file, attempt() == 0 and os.environ["RANK"] == "0"
+
+    def save_file(tensors: Any, path: Path) -> None:
+        if is_slow and "step_00000003" in str(path):
+            time.sleep(4)
+        write(tensors, path)
+
+    storage.save_file = save_file
+    return dying(job, deaths, send)
 
 
 def _step(of: Any) -> int:
@@ -126,14 +141,16 @@ PREPARED: dict[str, Callable[[int], None]] = {
 }
 
 
-def healed(folder: Path, layout: str, settings: dict[str, Any], *deaths: Death) -> Outcome:
+def healed(
+    folder: Path, layout: str, settings: dict[str, Any], *deaths: Death, doing: Callable[..., Outcome] = dying
+) -> Outcome:
     job = Job(tiny_settings(), overrides({**settings, "parallel.layout": layout}), folder / "runs" / "one", None)
     run = prepare(tiny_config({**SETTINGS, **settings, "parallel.layout": layout}))
     healer = healer_of(run)
     assert healer is not None
     healing = healer.plan(run, None, job.base, job.overrides)
     job = Job(job.base, job.overrides, job.directory, None, layouts=healing.layouts)
-    found: Outcome = launch(run.mesh.world_size, dying, job, deaths, supervisor=supervisor_of(run), healing=healing)
+    found: Outcome = launch(run.mesh.world_size, doing, job, deaths, supervisor=supervisor_of(run), healing=healing)
     return found
 
 
@@ -197,6 +214,17 @@ def test_a_death_at_any_moment_of_a_step_loses_nothing(
     healed(tmp_path, layout, {"extensions.heal.spares": spares}, (step, rank, moment))
     assert continued_after(tmp_path) == [2 if step < 5 else 4]
     assert_same(tmp_path, undisturbed)
+
+
+@pytest.mark.wide("kills")
+def test_a_death_while_a_checkpoint_is_written(tmp_path: Path, undisturbed: list[dict[str, float]]) -> None:
+    """The threads that write wait for each other, and for the dead rank; the step is saved again soon."""
+    healed(tmp_path, "fsdp4", {"extensions.heal.spares": 1}, (4, 2, "update"), doing=writing_slowly)
+    assert continued_after(tmp_path) == [2]
+    assert_same(tmp_path, undisturbed)
+    for path in complete(tmp_path / "runs" / "one" / "checkpoints"):
+        manifest = read_manifest(path)
+        verify(path, manifest, manifest["files"])
 
 
 @pytest.mark.wide("kills")

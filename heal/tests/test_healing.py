@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,22 @@ from mplug.run.launching import Healing, Stopped, launch
 from mplug.run.metrics_file import METRICS, read_records
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug.training.assembly import build
 from mplug.training.healing import healer_of
 from mplug.training.job import Job, Outcome, supervisor_of, work
 from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug.training.stepper import DefaultStepper
-from mplug_heal.copies import _newest_complete
+from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.requests import ask
 from mplug_launch.survivors import launch_survivors
-from mplug_saving.folder import complete
+from mplug_saving import storage
+from mplug_saving.folder import complete, read_manifest, verify
+from mplug_saving.position import Position
 from mplug_saving.saver import Saver
 from mplug_steps.reduction import Reduction
-from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_settings
+from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run, tiny_settings
 
 STEPS = 6
 SETTINGS = {
@@ -72,6 +76,19 @@ def _dies_before(owner: Any, name: str, step_of: Callable[[Any], int], step: int
         return method(self, *arguments, **named)
 
     setattr(owner, name, replaced)
+
+
+def writing_slowly(job: Job, deaths: tuple[Death, ...], send: Send) -> Outcome:
+    """As `dying`; in the first attempt, rank 0 needs seconds to write the checkpoint of step 3."""
+    write, is_slow = storage.save_file, attempt() == 0 and os.environ["RANK"] == "0"
+
+    def save_file(tensors: Any, path: Path) -> None:
+        if is_slow and "step_00000003" in str(path):
+            time.sleep(4)
+        write(tensors, path)
+
+    storage.save_file = save_file
+    return dying(job, deaths, send)
 
 
 def _step(of: Any) -> int:
@@ -125,14 +142,16 @@ PREPARED: dict[str, Callable[[int], None]] = {
 }
 
 
-def healed(folder: Path, layout: str, settings: dict[str, Any], *deaths: Death) -> Outcome:
+def healed(
+    folder: Path, layout: str, settings: dict[str, Any], *deaths: Death, doing: Callable[..., Outcome] = dying
+) -> Outcome:
     job = Job(tiny_settings(), overrides({**settings, "parallel.layout": layout}), folder / "runs" / "one", None)
     run = prepare(tiny_config({**SETTINGS, **settings, "parallel.layout": layout}))
     healer = healer_of(run)
     assert healer is not None
     healing = healer.plan(run, None, job.base, job.overrides)
     job = Job(job.base, job.overrides, job.directory, None, layouts=healing.layouts)
-    found: Outcome = launch(run.mesh.world_size, dying, job, deaths, supervisor=supervisor_of(run), healing=healing)
+    found: Outcome = launch(run.mesh.world_size, doing, job, deaths, supervisor=supervisor_of(run), healing=healing)
     return found
 
 
@@ -196,6 +215,17 @@ def test_a_death_at_any_moment_of_a_step_loses_nothing(
     healed(tmp_path, layout, {"extensions.heal.spares": spares}, (step, rank, moment))
     assert continued_after(tmp_path) == [2 if step < 5 else 4]
     assert_same(tmp_path, undisturbed)
+
+
+@pytest.mark.wide("kills")
+def test_a_death_while_a_checkpoint_is_written(tmp_path: Path, undisturbed: list[dict[str, float]]) -> None:
+    """The threads that write wait for each other, and for the dead rank; the step is saved again soon."""
+    healed(tmp_path, "fsdp4", {"extensions.heal.spares": 1}, (4, 2, "update"), doing=writing_slowly)
+    assert continued_after(tmp_path) == [2]
+    assert_same(tmp_path, undisturbed)
+    for path in complete(tmp_path / "runs" / "one" / "checkpoints"):
+        manifest = read_manifest(path)
+        verify(path, manifest, manifest["files"])
 
 
 @pytest.mark.wide("kills")
@@ -314,6 +344,19 @@ def test_the_state_outlives_any_one_rank(size: int) -> None:
         assert covers(set(range(size)) - {dead}, size)
     if size > 1:
         assert not covers(set(range(size)) - {0, keeper(0, size)}, size)
+
+
+def test_a_run_forgets_all_generations_but_the_one_from_which_it_goes_on() -> None:
+    """The next copy replaces the older of two. A process may hold a newer one that is not complete."""
+    run = tiny_run(SETTINGS)
+    position, copying = Position(run, build(run)), Copying(1, None)
+    for run.step in (1, 2):
+        copying.keep(run, position)
+    newest = run.kept["heal"][-1]
+    run.kept["heal"].append(replace(newest, key=(3, 0), size=2))
+    assert restore(run, position)
+    assert run.step == 2
+    assert run.kept["heal"] == [newest]
 
 
 def test_the_newest_generation_that_the_processes_hold_completely_is_chosen() -> None:

@@ -172,6 +172,8 @@ def restore(run: Run, position: Position) -> bool:
     own = {one.key: one for one in run.kept.get(KEPT, [])}
     announced = run.gathered({key: (one.size, sorted(one.parts)) for key, one in own.items()})
     found = _newest_complete(announced)
+    # `keep` drops the older of two generations: that must not be the one from which the run goes on
+    run.kept[KEPT] = [one for key, one in own.items() if found is not None and key == found[0]]
     if found is None:
         if run.rank == 0 and any(announced):
             print("mplug: the processes do not hold the whole state of the run", file=sys.stderr, flush=True)

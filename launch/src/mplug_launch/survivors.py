@@ -159,6 +159,7 @@ class Crew(Pipes):
             process = context.Process(target=_process, args=given)
             process.start()
             self.processes.append(process)
+        self._close_child_ends()  # the death of a process is seen from now on, also of one that never begins
         self._send_memberships()
 
     def hears(self, rank: int, message: object) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from mplug import Model, Run, UsageError
 from mplug.commands import Instead, Selection
 from mplug_sampling.continuous import Lanes
-from mplug_sampling.sampler import Sampler
+from mplug_sampling.sampler import Sampler, owners_of_axes
 from mplug_sampling.sampling import Sampling
 
 
@@ -18,6 +18,15 @@ class TrainedSampler(Sampler):
     def select(self, run: Run, model: Model, selection: Selection) -> None:
         """The part in the hook `offers_selected`. UsageError if the model cannot sample with static caches."""
         self.offers_selected(run, model, selection)
+        mesh = run.mesh
+        for axis in mesh.axes.values():
+            shards = {mesh.batch_shard(rank) for rank in mesh.group(0, axis.name)}
+            if "batch" not in axis.entries and len(shards) > 1:
+                raise UsageError(
+                    f"{owners_of_axes(run).get(axis.name, 'the layout')} lets ranks with different samples exchange "
+                    f"tokens ({axis.name}={axis.size}), and rollouts complete a text of another length on each of "
+                    f"them; use a layout without it, such as data parallelism"
+                )
         if self.eager_because:
             raise UsageError(
                 f"rollouts need caches that do not grow, and {self.eager_because}; use a kernel with static keys "

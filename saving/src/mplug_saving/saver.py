@@ -3,6 +3,7 @@
 import shutil
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -28,6 +29,12 @@ from mplug_saving.retention import Retention
 from mplug_saving.storage import FolderReader, FolderWriter
 from mplug_saving.verified import Verified
 
+_UNFINISHED: set["Future[Any]"] = set()
+"""The asynchronous saves of this process, also those of an earlier attempt of the run, whose threads still write."""
+
+PATIENCE = 60.0
+"""Seconds for which a run waits for them; one that takes longer waits for a process that has died."""
+
 
 class Saver:
     """Saves a run's checkpoints, one at a time, on all ranks together.
@@ -45,6 +52,7 @@ class Saver:
         self._visible: list[Path] = []
         self._longest = 0.0
         self._expected = 0.0
+        wait([*_UNFINISHED], PATIENCE)  # it may write to a folder that this run is about to write to
         if run.groups is not None:
             run.groups.beside()  # all ranks must make this group together
 
@@ -59,13 +67,21 @@ class Saver:
         options = {"storage_writer": writer, "planner": BoxSavePlanner(self._plans), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
+            _UNFINISHED.add(saving)
+            saving.add_done_callback(_UNFINISHED.discard)
         else:
             saving = Future()
             try:
                 saving.set_result(dcp_save(state, **options))
             except CheckpointException as error:
                 saving.set_exception(error)
-        saving.add_done_callback(lambda ended: self._finished(ended, began))
+        own = weakref.ref(self)  # a thread that outlives its run must not keep the process groups of the run open
+
+        def finished(ended: "Future[Any]") -> None:
+            if (saver := own()) is not None:
+                saver._finished(ended, began)
+
+        saving.add_done_callback(finished)
         self._pending = (writer, saving)
         if not run.config.checkpoint.asynchronous:
             self.wait()

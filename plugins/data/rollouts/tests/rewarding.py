@@ -1,5 +1,6 @@
 """Functions of rewards for the tests."""
 
+import math
 import os
 import signal
 import time
@@ -30,6 +31,10 @@ def failing(completions: list[str], **columns: object) -> list[float]:
 
 def too_few(completions: list[str], **columns: object) -> list[float]:
     return [1.0]
+
+
+def infinite(completions: list[str], **columns: object) -> list[float]:
+    return [-math.inf] * len(completions)
 
 
 def endless(completions: list[str], **columns: object) -> list[float]:

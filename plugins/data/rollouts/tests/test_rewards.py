@@ -55,6 +55,7 @@ def test_the_signals_that_stop_a_run_end_no_function() -> None:
 FAULTS = {
     "failing": r"the reward '.*:failing' failed on the prompt of prompts.jsonl:7: KeyError: 'no such thing'; correct",
     "too_few": "it returned 1 rewards for 2 completions",
+    "infinite": "it returned the reward -inf, which is no finite number",
     "dying": "the reward '.*:dying' on the prompt of prompts.jsonl:7 ended its process with status 3",
     "texts": "it returned the reward '1.0', which is no finite number",
     "unknown": "it returned the reward nan, which is no finite number",

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from mplug_rollouts.loader import RolloutLoader
+from mplug_rollouts.sources import forget_after
 
-from mplug import SAMPLED, UsageError
+from mplug import SAMPLED, RunError, UsageError
 from mplug.commands import Filled
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
@@ -129,6 +130,12 @@ def test_a_kernel_whose_caches_grow_is_refused_and_never_replaced_because_it_tra
         build_model(tiny_run({**TINY, "kernels.default": "sdpa"}))
 
 
+def test_ranks_that_exchange_tokens_of_different_prompts_are_refused_before_launch() -> None:
+    """They would wait for each other: each completes texts of other lengths."""
+    with pytest.raises(UsageError, match=r"parallel/ep lets ranks with different samples exchange tokens \(ep=2\)"):
+        build_model(tiny_run({**TINY, "model.name": "mixtral", "parallel.layout": "ep2"}))
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero2", "fsdp2"])
 @pytest.mark.wide("layouts", quick=["cp2"])
 def test_given_completions_are_trained_on_under_every_layout(layout: str) -> None:
@@ -190,6 +197,39 @@ def test_truncated_completions_may_have_no_target() -> None:
     assert 0 < counts[1] < counts[0]
 
 
+def given_lines(tmp_path: Path, truncated: bool, reward: float | None) -> dict[str, Any]:
+    """The settings of given completions, each prompt with one of reward 1 and one of the given reward."""
+    plain = {"tokens": [97, 98], "log_probabilities": [-1.0, -1.0], "truncated": truncated}
+    path = tmp_path / "lines.jsonl"
+    lines = [{"prompt": f"{n}", "completions": [{**plain, "reward": one} for one in (1.0, reward)]} for n in range(9)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return in_fp64({**GIVEN, "data.path": str(path), "data.mask_truncated": True, "trainer.eval_every": 0})
+
+
+def test_a_step_without_any_target_says_why(tmp_path: Path) -> None:
+    parts = build(tiny_run(given_lines(tmp_path, truncated=True, reward=0.0)))
+    with pytest.raises(RunError, match=r"data.max_tokens has cut off all \d+ completions of a step"):
+        parts.train_loader.take(4)
+
+
+def test_a_completion_that_nothing_has_rewarded_is_read_as_it_is_saved(tmp_path: Path) -> None:
+    parts = build(tiny_run(given_lines(tmp_path, truncated=False, reward=None)))
+    for batch in parts.train_loader.loader.take(4):
+        assert not batch["advantages"].any()
+        assert (batch["labels"] != -100).any()
+
+
+def test_a_resumed_run_forgets_the_saved_completions_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    lines = [f'{{"step": {step}}}\n' for step in (1, 1, 3, 5)]
+    path.write_text("".join(lines))
+    forget_after(path, 3)
+    assert path.read_text() == "".join(lines[:3])
+    path.write_text(lines[0] + '{"step"')  # a killed run has not ended the line
+    forget_after(path, 3)
+    assert path.read_text() == lines[0]
+
+
 class TestRollouts(DataSuite):
     """Given completions: sampled ones need a model, and the tests above have one."""
 
@@ -235,11 +275,16 @@ def test_what_is_wrong_with_lines_and_settings_is_one_sentence(tmp_path: Path) -
     )
     few = "which is no multiple of data.num_generations=3"
     assert few in refusal([{"prompt": "x"}], tmp_path, data__num_generations=3)
+    ramp = {"schedule__batch_rampup__start": 2, "schedule__batch_rampup__increment": 1}
+    assert "takes 6 completions" in refusal([{"prompt": "x"}], tmp_path, **ramp)
+    current = {"objectives__grpo__old": "current", "data__prompts_per_rollout": 6}
+    assert "a rollout serves 3 steps" in refusal([{"prompt": "x"}], tmp_path, **current)
     assert "do not fit into trainer.seq_length=48" in refusal([{"prompt": "x"}], tmp_path, data__max_tokens=30)
     assert "sampled completions need rewards" in refusal([{"prompt": "x"}], tmp_path, data__rewards=[])
     other = "objectives.grpo.temperature=1 is not data.temperature=0.5"
     assert other in refusal([{"prompt": "x"}], tmp_path, data__temperature=0.5)
     given = {"data__completions": "given", "data__rewards": []}
+    assert "repeats has no effect" in refusal([{"prompt": "x"}], tmp_path, **given, data__repeats=2)
     assert "has no list 'completions' of 2 or more" in refusal([{"prompt": "x"}], tmp_path, **given)
     lines = [{"prompt": "x", "completions": [{"text": "a", "reward": 1}, {"text": "b", "reward": 0}]}]
     assert "completion 1, has no 'log_probabilities'" in refusal(lines, tmp_path, **given)

@@ -88,7 +88,7 @@ class Rollouts(ChatLoader):
     def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
         """Refuse kernels and layouts with which the model cannot sample, and steps that end within a prompt."""
         if run.trains and self._sampler is not None:
-            self._check_steps(run.config.trainer.global_batch_size * self.config.per_sample)
+            self._check_steps(run.config)
             self._sampler.select(run, model, selection)
 
     @hookimpl
@@ -117,20 +117,29 @@ class Rollouts(ChatLoader):
             "shard": run.mesh.batch_shard(run.rank),
             "micro_batch_size": run.micro_batch_size,
         }
+        masks = own.mask_truncated
         if own.completions == "given":
             items = given_items(prompts, self.vocabulary, own)
-            return RolloutLoader(GivenSource(prompts, items, trainer.seed), **common)
+            return RolloutLoader(GivenSource(prompts, items, trainer.seed), masks_truncated=masks, **common)
         complete = partial(self._complete, run, prompts)
         source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions)
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
         self._source = source
-        return RolloutLoader(source, **common)
+        return RolloutLoader(source, masks_truncated=masks, **common)
 
     @hookimpl
     def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
         """Rewards, lengths and the duration of the rollout that a step has caused."""
         return {} if self._source is None else self._source.figures.pop(record["step"], {})
+
+    @hookimpl
+    def run_started(self, run: "Run") -> None:
+        """Remove the saved completions of steps that the run will repeat."""
+        from mplug_rollouts.sources import FILE, forget_after
+
+        if self.config.save and run.rank == 0 and run.directory is not None:
+            forget_after(run.directory / FILE, run.step)
 
     @hookimpl
     def run_finished(self) -> None:
@@ -149,13 +158,18 @@ class Rollouts(ChatLoader):
             self._functions = self._new_functions()
         return self._functions
 
-    def _check_steps(self, of_step: int) -> None:
-        """Refuse steps of so many completions if they end within the completions of a prompt."""
-        own = self.config
-        if own.prompts_per_rollout is None and of_step % (own.num_generations * own.repeats):
+    def _check_steps(self, config: "RunConfig") -> None:
+        """Refuse steps that end within the completions of a prompt."""
+        own, trainer, rampup = self.config, config.trainer, config.schedule.batch_rampup
+        sizes = [trainer.global_batch_size]
+        if rampup.start is not None:
+            sizes += range(rampup.start, trainer.global_batch_size, rampup.increment)
+        of_prompt = own.num_generations * own.repeats
+        of_step = next((size * own.per_sample for size in sizes if size * own.per_sample % of_prompt), 0)
+        if own.prompts_per_rollout is None and of_step:
             raise UsageError(
-                f"a step takes {of_step} completions (trainer.global_batch_size times data.per_sample), which is no "
-                f"multiple of data.num_generations={own.num_generations}"
+                f"a step takes {of_step} completions (trainer.global_batch_size, or a batch of schedule.batch_rampup, "
+                f"times data.per_sample), which is no multiple of data.num_generations={own.num_generations}"
                 f"{f' times data.repeats={own.repeats}' if own.repeats > 1 else ''}; change one of them, or set "
                 f"data.prompts_per_rollout"
             )

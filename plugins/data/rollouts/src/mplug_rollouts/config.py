@@ -95,6 +95,9 @@ class RolloutsConfig(BaseModel):
             raise ValueError("sampled completions need rewards; set data.rewards=[module:function]")
         if self.completions == "given" and self.rewards:
             raise ValueError("given completions have their rewards in the lines; remove data.rewards")
+        for name in ("repeats", "prompts_per_rollout"):
+            if self.completions == "given" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect: the completions are given, not sampled; remove it")
         if self.completions == "given" and self.save:
             raise ValueError("save writes sampled completions, and these are given; remove it")
         if self.completions == "sampled" and not self.log_probabilities:

@@ -104,7 +104,9 @@ def _completions(record: Mapping[str, Any], where: str, given: str) -> Iterator[
         tokens = _tokens(own["tokens"], "tokens", place) if "tokens" in own else None
         if tokens is None and not isinstance(text, str):
             raise UsageError(f"{place} has neither 'tokens' nor a string 'text'; {REMEDY}")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if reward is None and "reward" in own:
+            reward = math.nan  # no function has rewarded it
+        elif isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise UsageError(f"{place} has no number 'reward'; {REMEDY}")
         scores = None
         if given == "scored":

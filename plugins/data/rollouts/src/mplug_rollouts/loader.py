@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mplug import Loader, MicroBatch
+from mplug import Loader, MicroBatch, RunError
 from mplug_rollouts.groups import Item
 
 Pack = Callable[[Sequence[Sequence[Item]], int], dict[str, Tensor]]
@@ -39,7 +39,9 @@ class RolloutLoader(Loader):
         per_sample: int,
         shard: tuple[int, int],
         micro_batch_size: int,
+        masks_truncated: bool,
     ) -> None:
+        self.masks_truncated = masks_truncated
         self.source, self.pack, self.vocab_size, self.per_sample = source, pack, vocab_size, per_sample
         self.shard, self.micro_batch_size, self.fingerprint = shard, micro_batch_size, source.fingerprint
         self.prompts = self.samples = 0
@@ -54,6 +56,11 @@ class RolloutLoader(Loader):
             self._queue += items
             self.prompts += num_prompts
         taken, self._queue = self._queue[:number], self._queue[number:]
+        if self.masks_truncated and all(item.truncated for item in taken):
+            raise RunError(
+                f"data.max_tokens has cut off all {number} completions of a step, and data.mask_truncated leaves them "
+                f"no target; set a larger data.max_tokens, or data.mask_truncated=false"
+            )
         first, self.samples = self.samples, self.samples + num_samples
         index, count = self.shard
         own = range(num_samples * index // count, num_samples * (index + 1) // count)

@@ -39,6 +39,19 @@ class Encoded:
     tokens: tuple[int, ...]
 
 
+def forget_after(path: Path, step: int) -> None:
+    """Cut a file of rollouts before the first one of a later step, or before a line that a killed run has not ended."""
+    if not path.exists():
+        return
+    with path.open("r+b") as lines:
+        end = 0
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        lines.truncate(end)
+
+
 def fingerprint_of(prompts: Sequence[Encoded], *more: object) -> str:
     """A hash of prompts with their columns and completions, and of settings."""
     found = blake2b(repr(more).encode(), digest_size=16)
@@ -203,7 +216,7 @@ class SampledSource:
                         "text": self._text(item.tokens, truncated=item.truncated),
                         "tokens": item.tokens,
                         "log_probabilities": item.log_probabilities,
-                        "reward": item.reward,
+                        "reward": None if math.isnan(item.reward) else item.reward,
                         "truncated": item.truncated,
                     }
                     for item in group

@@ -1,6 +1,6 @@
 """Learning from rewards: GRPO (arXiv 2402.03300), Dr. GRPO, DAPO, GSPO and CISPO, on completions with advantages."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mplug import UsageError, hookimpl
 from mplug_grpo.config import GRPOConfig
@@ -9,6 +9,16 @@ if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
 
 LABEL = "objectives/grpo"
+
+
+def _steps_of_a_rollout(config: "RunConfig") -> float:
+    """The number of steps that train on the completions of a rollout; 1 of data that states none."""
+    data: Any = config.data
+    prompts, repeats = getattr(data, "prompts_per_rollout", None), getattr(data, "repeats", 1)
+    if prompts is None:
+        return float(repeats)
+    of_step = config.trainer.global_batch_size * data.per_sample
+    return float(prompts * data.num_generations * repeats / of_step)
 
 
 class PolicyOptimization:
@@ -21,12 +31,19 @@ class PolicyOptimization:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse another temperature than that of the data's sampler."""
+        """Refuse another temperature than the data's, and ratios of 1 for completions of older weights."""
         sampled = getattr(config.data, "temperature", None)
         if sampled is not None and sampled != self.config.temperature:
             raise UsageError(
                 f"objectives.grpo.temperature={self.config.temperature:g} is not data.temperature={sampled:g}, with "
                 f"which the completions are sampled; set both to the same number"
+            )
+        uses = _steps_of_a_rollout(config)
+        if self.config.old == "current" and self.config.correction == "none" and uses > 1:
+            raise UsageError(
+                f"objectives.grpo.old=current takes every completion as one of the present weights, and a rollout "
+                f"serves {uses:g} steps (data.prompts_per_rollout, data.repeats); set objectives.grpo.old=sampled, or "
+                f"a correction"
             )
 
     @hookimpl

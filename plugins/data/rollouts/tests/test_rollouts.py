@@ -275,8 +275,8 @@ def test_what_is_wrong_with_lines_and_settings_is_one_sentence(tmp_path: Path) -
     )
     few = "which is no multiple of data.num_generations=3"
     assert few in refusal([{"prompt": "x"}], tmp_path, data__num_generations=3)
-    ramp = {"schedule__batch_rampup__start": 2, "schedule__batch_rampup__increment": 1}
-    assert "takes 6 completions" in refusal([{"prompt": "x"}], tmp_path, **ramp)
+    ramp = {"schedule__batch_rampup__start": 2, "schedule__batch_rampup__increment": 2}
+    assert "takes 4 completions" in refusal([{"prompt": "x"}], tmp_path, data__num_generations=8, **ramp)
     current = {"objectives__grpo__old": "current", "data__prompts_per_rollout": 6}
     assert "a rollout serves 3 steps" in refusal([{"prompt": "x"}], tmp_path, **current)
     assert "do not fit into trainer.seq_length=48" in refusal([{"prompt": "x"}], tmp_path, data__max_tokens=30)

@@ -113,6 +113,7 @@ EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, **HALF}
 
 
 @pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
+@pytest.mark.wide("layouts", quick=["fsdp2"])
 def test_the_loss_of_averages_is_that_of_one_process(layout: str) -> None:
     require_parity(HALF, layout)
 

@@ -127,6 +127,7 @@ def test_the_product_has_every_combination_of_its_values() -> None:
     assert len({tuple(case[name] for name in PRODUCT) for case in DATA["product"]}) == wanted
 
 
+@pytest.mark.wide("pairs")
 def test_what_the_page_lists_as_refused_is_refused() -> None:
     for entry in DATA["refused"]:
         assert refusal_of({**default_case(FEATURES), **entry["values"]}) == entry["reason"]

@@ -133,6 +133,7 @@ def test_a_run_that_changes_its_layout_three_times_gives_the_losses_of_one_proce
     assert moved == [2, 4, 6]
 
 
+@pytest.mark.wide("relayout")
 def test_a_live_change_gives_every_later_step_bit_for_bit_as_a_resume_does(tmp_path: Path) -> None:
     settings = {"trainer.precision": "bf16", "checkpoint.every": 2, "checkpoint.keep": 9}
     live, resumed = tmp_path / "live", tmp_path / "resumed"

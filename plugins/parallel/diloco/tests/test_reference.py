@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("diloco2zero2", {**OUTER, "optimizer.name": "muon", "model.vocab_size": 320}),
     "frozen": ("diloco2pp2", {**OUTER, "model.frozen": ["embedding", "blocks.0"]}),
 }
-QUICK = ("at once", "zero", "tp", "pp, tied", "ep")
+QUICK = ("at once", "tp")
 
 
 @cache

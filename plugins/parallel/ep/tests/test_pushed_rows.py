@@ -134,5 +134,9 @@ def test_gpus_that_do_not_reach_each_other_are_refused_with_their_ranks(monkeypa
     monkeypatch.setattr("mplug_ep.mailbox.triton_builds", lambda: True)
     monkeypatch.setattr("mplug_ops.reachable", lambda _: False)
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [3, 11])
+    run: Any = SimpleNamespace(device="cuda", hooks=SimpleNamespace(implementers=lambda _: []))
     with pytest.raises(UsageError, match=r"those of the ranks 3, 11, which share experts, may not; use parallel\.ep"):
-        mplug_ep.mailbox.open_mailbox(SimpleNamespace(device="cuda"), group)  # type: ignore[arg-type]
+        mplug_ep.mailbox.open_mailbox(run, group)
+    run.hooks.implementers = lambda _: ["extensions/heal"]
+    with pytest.raises(UsageError, match=r"cannot go on \(extensions/heal\)"):
+        mplug_ep.mailbox.open_mailbox(run, group)

@@ -4,10 +4,10 @@
     seq 0 50 2000 | xargs -P 16 -I {} python benchmarks/faults/random_layouts.py --first {} --count 50
 
 Pairs of features have tests (`tests/test_pairs.py`). This script draws more at once: a family with a mixer, a mixture,
-an adapter, an optimizer with groups or an average, data, an objective, recomputation, and two layouts, of which the
-second one resumes the run. Some runs have the two workers of DiLoCo, and so has their reference. A case is a function
-of its number. Everything is compared as in `tests/support/pair_runs.py`; a case is refused, 'ok', or printed with its
-settings and its errors. The exit status is 1 if a case failed.
+an adapter, an optimizer with groups or an average, data, an objective, recomputation, a layout, and another layout
+under which the run is resumed. Some runs have the two workers of DiLoCo, and so has their reference. A case is a
+function of its number. Everything is compared as in `tests/support/pair_runs.py`; a case is refused, 'ok', or printed
+with its settings and its errors. The exit status is 1 if a case failed.
 """
 
 import argparse

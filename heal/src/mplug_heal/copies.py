@@ -1,9 +1,9 @@
 """Copies of a run's state in the memory of its processes, and the continuation of the run from them.
 
 Each rank keeps what it would write to a checkpoint, and a second copy of what one other rank (`keeper`) would write. It
-copies the boxes of that rank that it holds itself (replicas), and receives the others. So the state outlives any one
-process, and all processes of which no two keep the same boxes. A process keeps the last two generations: it drops the
-older one when it begins a new one, at a time when all ranks have completed the last.
+copies the boxes of that rank that it holds itself (replicas), and receives the others. So the state survives the death
+of any one process, and of several if no two of them keep the same boxes. A process keeps the last two generations. It
+drops the older one when it begins a new one: all ranks have completed the last one by then.
 """
 
 import logging
@@ -201,7 +201,7 @@ def restore(run: Run, position: Position) -> bool:
 
 
 def _newest_complete(announced: list[dict[Key, tuple[int, list[int]]]]) -> tuple[Key, dict[int, int]] | None:
-    """The key of the newest generation of which the ranks hold all parts, and a rank that holds those of each rank."""
+    """The newest generation whose parts the ranks hold completely: its key, and a holder of each rank's part."""
     for key in sorted({key for held in announced for key in held}, reverse=True):
         size = next(held[key][0] for held in announced if key in held)
         holders = {part: rank for rank, held in enumerate(announced) if key in held for part in held[key][1]}

@@ -55,7 +55,7 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
     if not model.plan.buffers or not axes:
         return []
     group = run.group(*axes)
-    ranks = run.mesh.group(run.rank, *axes)
+    ranks = list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes the ranks of a group
     own = ranks.index(run.rank)
 
     def parts_at(length: int) -> list[list[range]]:

@@ -91,6 +91,7 @@ def test_the_base_model_itself_trains_as_without_the_field() -> None:
     ("optimizer", "hidden", "tables"),
     [("adamw", 0.25, 1.0), ("lion", 0.25, 1.0), ("adafactor", 0.25, 1.0), ("sgd", 1.0, 4.0), ("schedulefree", 0.25, 1)],
 )
+@pytest.mark.wide("layouts", quick=["adamw-0.25-1.0", "sgd-1.0-4.0"])
 def test_a_first_update_has_the_rate_of_its_width(optimizer: str, hidden: float, tables: float) -> None:
     """The updates of the whole model at each rate, from the same weights and gradients."""
     name = {**FP64, **WIDER, "optimizer.name": optimizer}
@@ -177,6 +178,7 @@ def test_the_change_of_logits_grows_with_the_width_only_without_a_base_model() -
 
 
 @pytest.mark.parametrize("layout", ["tp2", "zero2pp2"])
+@pytest.mark.wide("layouts", quick=["zero2pp2"])
 def test_a_layout_gives_the_weights_of_one_process(layout: str) -> None:
     require_parity(WIDER, layout)
 

@@ -18,7 +18,7 @@ from config_parity import Outcome, has_no_effect, outcome_of, smallest
 from config_refusals import rule_of
 from config_values import Fields
 
-EACH, FEW = 1000, 6
+EACH, FEW = 1000, 2
 """Cases of each `model_type` in the wide set, and in the quick tests."""
 
 

@@ -221,6 +221,7 @@ def compete(barrier: Any, results: Any, runs: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(1500, marks=pytest.mark.wide("kills"))])
+@pytest.mark.wide("kills")
 def test_of_eight_processes_exactly_one_gets_a_lock(tmp_path: Path, rounds: int) -> None:
     """Free locks, locks of dead holders, locks whose release was cut off, and locks of silent holders elsewhere."""
     runs = [tmp_path / f"run{number}" for number in range(rounds)]

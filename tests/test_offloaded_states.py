@@ -59,7 +59,7 @@ def everything(parts: Parts) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.wide("layouts", quick=["adamw 8-bit", "muon", "soap", "average", "groups"])
+@pytest.mark.wide("layouts", quick=["adamw 8-bit", "groups"])
 def test_masters_and_states_are_those_on_the_device_bit_by_bit(name: str) -> None:
     kept, offloaded = (trained({**OPTIMIZERS[name], **more}, 3) for more in ({}, SMALL))
     assert isinstance(offloaded.optimizer, OffloadedOptimizer)
@@ -98,6 +98,7 @@ def test_chunks_are_neighbours_of_the_given_size() -> None:
 @pytest.mark.parametrize(
     ("layout", "name"), [("tp2", "muon"), ("zero2pp2", "adamw 8-bit")], ids=["tp2 muon", "zero2pp2 8-bit"]
 )
+@pytest.mark.wide("layouts", quick=["zero2pp2 8-bit"])
 def test_a_layout_gives_the_weights_of_one_process(layout: str, name: str) -> None:
     require_parity({**OPTIMIZERS[name], **SMALL}, layout)
 
@@ -122,6 +123,7 @@ def position_of(settings: dict[str, Any], directory: Path) -> Position:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["then on the device", "then offloaded"])
+@pytest.mark.wide("layouts", quick=["then on the device"])
 def test_a_checkpoint_resumes_with_and_without_offload(first: bool, tmp_path: Path) -> None:
     settings = [OPTIMIZERS["soap"], {**OPTIMIZERS["soap"], **SMALL}]
     saved = position_of(settings[first], tmp_path)

@@ -171,7 +171,7 @@ def chains() -> list[Any]:
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "following"), chains())
-@pytest.mark.wide("reshard", quick=["muon of heads etp2 zero4ep2"])
+@pytest.mark.wide("reshard", quick=["average fsdp2 zero2"])
 def test_ten_steps_under_two_layouts_give_the_weights_of_one_process(
     alone: Callable[[str, bool], dict[str, Any]], tmp_path: Path, optimizer: str, layout: str, following: str
 ) -> None:

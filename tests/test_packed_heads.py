@@ -130,13 +130,7 @@ COMPILERS = ["never", "aot_eager", pytest.param("inductor", marks=pytest.mark.wi
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.wide(
     "compile",
-    quick=[
-        "causal-documents-aot_eager",
-        "causal-documents-never",
-        "full-documents-never",
-        "causal-one document-never",
-        "full-one document-never",
-    ],
+    quick=["causal-documents-never", "full-documents-never", "causal-one document-never", "full-one document-never"],
 )
 def test_the_output_and_all_gradients_are_those_of_the_plain_path(
     causal: bool, lengths: Tensor | None, compiler: str
@@ -169,6 +163,7 @@ def operators_of_backward(module: Attention) -> list[str]:
     return names
 
 
+@pytest.mark.wide("compile")
 def test_no_concatenation_is_in_the_compiled_backward() -> None:
     plain, ours = operators_of_backward(attention()), operators_of_backward(attention(acme()[0]))
     assert plain.count("aten.cat.default") == 1, "there is something to save"

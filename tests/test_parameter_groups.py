@@ -159,7 +159,7 @@ SGD, MUON = {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}
     [("zero2", GROUPS), ("tp2", GROUPS), ("pp2", TIED)],
     ids=["zero2", "tp2", "pp2 tied"],
 )
-@pytest.mark.wide("reshard", quick=["pp2 tied", "zero2"])
+@pytest.mark.wide("reshard", quick=["zero2"])
 def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 
@@ -182,6 +182,7 @@ def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd"])
+@pytest.mark.wide("layouts", quick=["adamw", "muon"])
 def test_every_optimizer_updates_a_group_by_its_own_rates(optimizer: str) -> None:
     """A group is updated as the whole model is with the group's rates: one update from the same gradients."""
 
@@ -250,6 +251,7 @@ def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> No
 @pytest.mark.parametrize(
     ("layout", "settings"), [("tp2", MIXED), ("zero2", MIXED), ("ep2", MIXED_EXPERTS)], ids=["tp2", "zero2", "ep2"]
 )
+@pytest.mark.wide("layouts", quick=["zero2"])
 def test_optimizers_of_groups_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 

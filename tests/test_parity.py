@@ -38,7 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-QUICK = ("dp2tp2pp2", "tp2pp2", "pp4")
+QUICK = ("tp2pp2",)
 MARKED = [case if case[0] in QUICK else pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in CASES]
 
 

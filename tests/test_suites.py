@@ -113,6 +113,14 @@ class TestOrthon(Orthon):  # type: ignore[misc, valid-type]
         plant("nova-orthon")
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "test_a_layout_gives_the_weights_of_one_process",
+        "test_updates_are_those_of_the_reference",
+        "test_it_keeps_the_contract",
+    ],
+)
 class TestOrthonInOnePass(Orthon):  # type: ignore[misc, valid-type]
     """Where it writes weights itself, and says so."""
 
@@ -343,7 +351,7 @@ DROPOUT, ONE_KV_HEAD = (ParallelSuite.variants[name] for name in ("dropout", "on
 WHOLE_STREAM = {**DROPOUT, **ONE_KV_HEAD, "parallel.tp.sequence_parallel": False}
 
 
-@pytest.mark.wide("layouts", quick=["divided stream"])
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("settings", [DROPOUT, WHOLE_STREAM], ids=["divided stream", "whole stream"])
 def test_heads_and_sequence_are_divided_by_two_strategies_at_once(settings: dict[str, Any], plant: Plant) -> None:
     plant("nova-ulys")

@@ -101,6 +101,7 @@ def losses(directory: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.wide("layouts")
 def test_a_mixture_is_the_beginning_of_a_run_under_layouts(dense: Path, cli: Cli, cli_here: Cli) -> None:
     made = cli_here(
         "checkpoint", "upcycle", str(dense), "--name", "mix", "--model", "mixtral", *words("model.num_experts=4")

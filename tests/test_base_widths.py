@@ -1,6 +1,6 @@
 """Models beside a narrower base model: maximal update parametrization (`model.mup_base`).
 
-`pytest --wide layouts` compares further layouts and optimizers with one process.
+The set `pairs` compares further layouts and optimizers with one process.
 """
 
 import json
@@ -25,10 +25,6 @@ WIDER: dict[str, Any] = {"model.hidden_size": 64, "model.mup_base": {"hidden_siz
 FP64: dict[str, Any] = {"trainer.precision": "fp64", "trainer.max_grad_norm": 0.0}
 MUON = {"optimizer.name": "muon", "optimizer.scale": "unit_rms_norm"}
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.hidden_size": 64, "model.mup_base": {"hidden_size": 16}}
-LATENT: dict[str, Any] = {
-    **tiny_models.of_model(tiny_models.TABLES["deepseek"]),
-    "model.mup_base": {"hidden_size": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "moe_ffn_hidden_size": 8},
-}
 
 
 def trained(settings: dict[str, Any], steps: int = 1, lr: float = 0.01, decay: float = 0.0) -> Parts:
@@ -75,13 +71,6 @@ def test_a_router_is_an_output_and_biases_of_experts_are_vectors() -> None:
     assert router.init.std == pytest.approx(0.06 / 4)  # logits of the base model's size, of 4 times as many inputs
     down = {name: one.parameter for name, one in model.placements.items() if name.endswith("experts.down")}
     assert {one.widths for one in down.values()} == {Widths(4, 3)}
-
-
-@pytest.mark.wide("layouts")
-def test_the_base_model_itself_trains_as_without_the_field() -> None:
-    same = {"model.hidden_size": 32, "model.mup_base": {"hidden_size": 32}}
-    for name, one in masters(trained(same, 2)).items():
-        assert torch.equal(one, masters(trained({}, 2))[name]), name
 
 
 # What optimizers do.
@@ -181,23 +170,6 @@ def test_the_change_of_logits_grows_with_the_width_only_without_a_base_model() -
 @pytest.mark.wide("layouts", quick=["zero2pp2"])
 def test_a_layout_gives_the_weights_of_one_process(layout: str) -> None:
     require_parity(WIDER, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, WIDER) for layout in ("pp2", "zero2", "fsdp2", "dp2", "cp2", "tp2pp2", "tp2zero2", "fsdp2tp2")),
-        *((layout, {**WIDER, **MUON}) for layout in ("tp2", "zero2", "fsdp2", "pp2")),
-        *((layout, {**WIDER, "optimizer.name": "adafactor"}) for layout in ("tp2", "zero2", "fsdp2")),
-        *((layout, {**WIDER, "model.tie_embeddings": True}) for layout in ("zero2", "tp2", "pp2")),
-        *((layout, EXPERTS) for layout in ("ep2", "etp2", "ep2zero2", "fsdp2", "pp2")),
-        *((layout, LATENT) for layout in ("tp2", "ep2", "pp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
 
 
 # Refusals and reports.

@@ -140,12 +140,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Alone:
-    folder = tmp_path_factory.mktemp("alone")
-    found = Alone(folder, host, FROZEN)
-    found.add("saving", *built(folder, HERE.parent / "saving"))
-    found.add("heal", *built(folder, HERE.parent / "heal"))
-    found.add("settings", *built(folder, HERE.parent / "settings"))
-    return found
+    return Alone(tmp_path_factory.mktemp("alone"), host, FROZEN)
 
 
 def test_help_and_listing(alone: Alone) -> None:
@@ -172,9 +167,12 @@ mplug-heal whose required mplug-saving was uninstalled."""
 @pytest.fixture(scope="module")
 def outcomes(alone: Alone) -> list[tuple[int, str, str]]:
     """What the commands of `WORKS`, then those of `REFUSED`, give: one interpreter imports torch for all."""
+    for name in ("saving", "heal", "settings"):
+        alone.add(name, *built(alone.folder, HERE.parent / name))
     return alone.outcomes(*WORKS, *REFUSED)
 
 
+@pytest.mark.wide("session")
 def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[int, str, str]]) -> None:
     works = outcomes[: len(WORKS)]
     assert [status for status, *_ in works] == [0] * len(WORKS), works
@@ -262,6 +260,16 @@ REFUSED: dict[tuple[str, ...], str] = {
 }
 
 
+def test_the_frozen_wheel_trains_with_the_host_alone_and_what_needs_more_is_refused(alone: Alone) -> None:
+    train, few = ("train", "--name", "alone", *OWN, *OPTIONS), [("train",), ("train", *OWN, "--resume"), ("explain",)]
+    (status, out, err), *refused = alone.outcomes(train, *few)
+    assert (status, "  nothing is saved, because mplug-saving is not installed\n" in out) == (0, True), err
+    losses = losses_of(alone.folder / "runs" / "alone")
+    assert losses[-1] < 0.8 * losses[0]
+    assert [(status, err) for status, _, err in refused] == [(2, REFUSED[words]) for words in few]
+
+
+@pytest.mark.wide("session")
 def test_what_needs_a_missing_package_is_refused_in_one_sentence_that_names_it(
     outcomes: list[tuple[int, str, str]],
 ) -> None:

@@ -1,6 +1,6 @@
 """Optimizer states in the memory of the CPU (`optimizer.offload`): the same results bit by bit, saved and counted.
 
-`pytest --wide layouts` compares further layouts and optimizers.
+The set `pairs` compares further layouts.
 """
 
 from pathlib import Path
@@ -100,19 +100,6 @@ def test_chunks_are_neighbours_of_the_given_size() -> None:
 )
 @pytest.mark.wide("layouts", quick=["zero2pp2 8-bit"])
 def test_a_layout_gives_the_weights_of_one_process(layout: str, name: str) -> None:
-    require_parity({**OPTIMIZERS[name], **SMALL}, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        *((layout, "adamw") for layout in ("zero2", "fsdp2", "tp2", "pp2", "dp2", "cp2")),
-        *((layout, "muon") for layout in ("zero2", "fsdp2", "pp2", "tp2zero2", "fsdp2tp2")),
-        *((layout, name) for layout in ("zero2", "tp2", "pp2") for name in ("soap", "adafactor", "average", "groups")),
-    ],
-)
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, name: str) -> None:
     require_parity({**OPTIMIZERS[name], **SMALL}, layout)
 
 

@@ -1,6 +1,6 @@
 """Groups of parameters with rates or optimizers of their own (`optimizer.groups`).
 
-`pytest --wide layouts` compares further layouts and optimizers with one process.
+The set `pairs` compares further layouts and optimizers with one process.
 """
 
 import re
@@ -164,23 +164,6 @@ def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[s
     require_parity(settings, layout)
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, GROUPS) for layout in ("dp2", "fsdp2", "cp2", "zero2 parallel.zero.stage=2", "pp2")),
-        *((layout, GROUPS) for layout in ("tp2pp2", "tp2zero2", "fsdp2tp2", "fsdp2pp2", "zero2pp2")),
-        *((layout, EXPERTS) for layout in ("ep2", "etp2ep2", "ep2tp2", "ep2zero2")),
-        *((layout, TIED) for layout in ("zero2", "fsdp2", "tp2", "zero2pp2")),
-        *((layout, {**GROUPS, **SGD}) for layout in ("zero2", "tp2", "fsdp2", "pp2")),
-        *((layout, {**GROUPS, **MUON}) for layout in ("zero2", "pp2", "dp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd"])
 @pytest.mark.wide("layouts", quick=["adamw", "muon"])
 def test_every_optimizer_updates_a_group_by_its_own_rates(optimizer: str) -> None:
@@ -253,21 +236,6 @@ def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> No
 )
 @pytest.mark.wide("layouts", quick=["zero2"])
 def test_optimizers_of_groups_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, MIXED) for layout in ("pp2", "fsdp2", "dp2", "tp2zero2", "tp2pp2", "fsdp2tp2")),
-        *((layout, MIXED_EXPERTS) for layout in ("etp2", "ep2zero2", "fsdp2", "pp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_optimizers_of_groups_give_the_weights_of_one_process_under_further_layouts(
-    layout: str, settings: dict[str, Any]
-) -> None:
     require_parity(settings, layout)
 
 

@@ -26,7 +26,6 @@ from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run
-from mplug_testing.parity import require_parity
 from mplug_validation import evaluate, evaluated_in_place
 
 LR, DECAY, STEPS = 1e-2, 0.1, 6
@@ -104,12 +103,6 @@ def test_an_evaluation_computes_with_averages_and_then_training_goes_on_as_if_it
 
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, **HALF}
-
-
-@pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
-@pytest.mark.wide("layouts", quick=["fsdp2"])
-def test_the_loss_of_averages_is_that_of_one_process(layout: str) -> None:
-    require_parity(HALF, layout)
 
 
 # Checkpoints.

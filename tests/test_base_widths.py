@@ -18,7 +18,6 @@ from mplug import UsageError, Widths
 from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
 from mplug_testing.harness import EXACT, tiny_run
-from mplug_testing.parity import require_parity
 
 WIDER: dict[str, Any] = {"model.hidden_size": 64, "model.mup_base": {"hidden_size": 16}}
 """The tiny run, four times as wide as its base model: heads of 16 beside heads of 4."""
@@ -161,15 +160,6 @@ def test_the_change_of_logits_grows_with_the_width_only_without_a_base_model() -
     mup = change_of_logits(512, {"model.mup_base": {"hidden_size": 32}})
     assert usual > 2.5 * narrow
     assert mup < 1.5 * narrow
-
-
-# Layouts.
-
-
-@pytest.mark.parametrize("layout", ["tp2", "zero2pp2"])
-@pytest.mark.wide("layouts", quick=["zero2pp2"])
-def test_a_layout_gives_the_weights_of_one_process(layout: str) -> None:
-    require_parity(WIDER, layout)
 
 
 # Refusals and reports.

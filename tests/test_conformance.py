@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=WIDE if case.wide else []) for name, case in CASES.items()])
-@pytest.mark.wide("layouts", quick=["torchtitan 1524 and 2972", "torchtitan 3392, pipeline"])
+@pytest.mark.wide("layouts", quick=["torchtitan 1524 and 2972"])
 def test_a_run_is_that_of_one_process(name: str) -> None:
     layout, settings, options, patterns, _ = CASES[name]
     traces, reference = ranks_of(layout, settings, options), alone(settings)
@@ -220,7 +220,7 @@ def trained_alone(model: Settings, bound: float, *frozen: str) -> Settings:
     ],
     ids=["Megatron 8: sinks", "Megatron 5916: experts"],
 )
-@pytest.mark.wide("layouts", quick=["Megatron 8: sinks"])
+@pytest.mark.wide("layouts")
 def test_the_clipping_norm_has_what_lies_on_every_rank(layout: str, settings: Settings, pattern: str) -> None:
     traces, reference = ranks_of(layout, settings), alone(settings)
     sums = gradients(traces, reference, pattern)
@@ -249,6 +249,7 @@ def test_megatron_1699_the_rotary_key_that_heads_share_has_a_whole_gradient() ->
 
 
 @pytest.mark.parametrize("balance", [pytest.param("sequence", marks=WIDE), "global_batch"])
+@pytest.mark.wide("layouts")
 def test_megatron_7213_the_balancing_loss_does_not_depend_on_micro_batches(balance: str) -> None:
     """Micro batches of 2, of 4 and of unequal sizes (`micro_batch` depends on them by definition, and says so)."""
     settings = {**EXPERTS, "model.aux_loss_coefficient": 0.5, "model.moe_balance": balance}

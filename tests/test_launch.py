@@ -511,6 +511,7 @@ def mischief(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(installed(site, "acme-mischief", "[mplug.extensions]\nmischief = acme_mischief:Mischief\n", MISCHIEF))
 
 
+@pytest.mark.wide("kills")
 def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(
     folder: Path, options: list[str], mischief: str
 ) -> None:
@@ -608,6 +609,7 @@ def test_a_run_that_fails_again_and_again_ends_with_its_restarts(
     assert "over the second step" in second
 
 
+@pytest.mark.wide("kills")
 def test_a_loss_that_is_not_finite_is_not_tried_again(folder: Path, options: list[str]) -> None:
     command = train(folder, "diverged", *options, "--restarts", "3", "--set", "optimizer.lr=1e30")
     command.refused(1, "has a loss of", "trainer.nonfinite=skip")
@@ -662,6 +664,7 @@ def test_a_run_of_tp2_goes_on_in_one_process(folder: Path, whole: Whole) -> None
     assert_same_losses(moved, whole(""))
 
 
+@pytest.mark.wide("kills")
 def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_earlier_checkpoint(
     options: list[str], small_disk: Path
 ) -> None:
@@ -679,6 +682,7 @@ def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_earlier_checkpoint(
 # What is seen before a run.
 
 
+@pytest.mark.wide("layouts")
 def test_a_layout_of_64_ranks_for_175b_is_explained_without_processes(folder: Path) -> None:
     result = begin(folder, *MPLUG, "explain", "--preset", "175b", "--parallel", "tp8pp8").succeeded()
     words = ("64 ranks", "blocks.12 to 23", "parallel/tp", "Linear.gather", "blocks.*.attn.qkv.weight", "weights")

@@ -22,7 +22,6 @@ from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import as_rank, tiny_config, tiny_run
-from mplug_testing.parity import require_parity
 from mplug_updates.offloaded_optimizer import OffloadedOptimizer, chunks_of
 
 SMALL: dict[str, Any] = {"optimizer.offload": {"chunk": 10_000}}
@@ -92,15 +91,7 @@ def test_chunks_are_neighbours_of_the_given_size() -> None:
         assert sum(sizes) <= 20_000 + max(sizes)
 
 
-# Layouts and checkpoints.
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"), [("tp2", "muon"), ("zero2pp2", "adamw 8-bit")], ids=["tp2 muon", "zero2pp2 8-bit"]
-)
-@pytest.mark.wide("layouts", quick=["zero2pp2 8-bit"])
-def test_a_layout_gives_the_weights_of_one_process(layout: str, name: str) -> None:
-    require_parity({**OPTIMIZERS[name], **SMALL}, layout)
+# Checkpoints.
 
 
 def position_of(settings: dict[str, Any], directory: Path) -> Position:

@@ -35,6 +35,7 @@ CASES += [pytest.param("sgd", "tp2", 0.1, marks=RESHARD)]
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "rate"), CASES)
+@pytest.mark.wide("reshard")
 def test_a_run_that_goes_on_under_another_layout_ends_as_one_process_does(
     cli: Cli, tiny: list[str], text_file: Path, logical: Any, optimizer: str, layout: str, rate: float
 ) -> None:

@@ -343,6 +343,9 @@ class TrialsOf(PackedHeadsChecks):
 
 
 @pytest.mark.parametrize(("packed", "words"), PACKED_FAULTS.values(), ids=PACKED_FAULTS)
+@pytest.mark.wide(
+    "suites", quick=["a third party's", "values have no gradient", "heads are overwritten", "every bias is served"]
+)
 def test_the_suite_says_what_is_wrong_with_packed_heads(packed: PackedHeads, words: str) -> None:
     checks = TrialsOf(AttentionCore(scaled_dot_product, packed_heads=packed))
     with pytest.raises(Fault) if words else nullcontext() as raised, catch_warnings(action="ignore"):

@@ -159,7 +159,7 @@ SGD, MUON = {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}
     [("zero2", GROUPS), ("tp2", GROUPS), ("pp2", TIED)],
     ids=["zero2", "tp2", "pp2 tied"],
 )
-@pytest.mark.wide("reshard", quick=["zero2"])
+@pytest.mark.wide("reshard")
 def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 
@@ -199,11 +199,6 @@ MIXED: dict[str, Any] = {
     ],
 }
 """Muon beside three other optimizers."""
-MIXED_EXPERTS: dict[str, Any] = {
-    **tiny_models.EXPERTS,
-    "optimizer.name": "muon",
-    "optimizer.groups": [ADAMW, {"match": "blocks.1.moe.experts", "optimizer": {"name": "soap", "lr": 0.5 * LR}}],
-}
 
 
 def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> None:
@@ -229,14 +224,6 @@ def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> No
                     torch.testing.assert_close(found[piece.name], expected, rtol=1e-6, atol=1e-7, msg=piece.name)
                 piece.master.copy_(found[piece.name])
             one.model.weights_written()
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"), [("tp2", MIXED), ("zero2", MIXED), ("ep2", MIXED_EXPERTS)], ids=["tp2", "zero2", "ep2"]
-)
-@pytest.mark.wide("layouts", quick=["zero2"])
-def test_optimizers_of_groups_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
 
 
 @pytest.mark.parametrize(
@@ -335,6 +322,7 @@ def second_step(settings: dict[str, Any], directory: Path) -> dict[str, Any]:
     return owned_values(position.run, position.parts)
 
 
+@pytest.mark.wide("reshard")
 def test_a_run_resumes_under_another_layout(tmp_path: Path) -> None:
     fp64 = {**GROUPS, "trainer.precision": "fp64"}
     position = position_of(fp64, tmp_path)

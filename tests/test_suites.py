@@ -105,6 +105,14 @@ class TestRingo(type(own_suite("ringo"))):  # type: ignore[misc]
         plant("nova-ringo")
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "test_updates_are_those_of_the_reference",
+        "test_it_keeps_the_contract",
+        "test_state_is_what_checkpoints_can_hold",
+    ],
+)
 class TestOrthon(Orthon):  # type: ignore[misc, valid-type]
     layouts = ("dp2", "pp2")
 
@@ -141,6 +149,15 @@ class TestOrthonInOnePassUnderEveryStrategy(TestOrthonInOnePass):
     layouts = None
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "test_values_and_gradients_are_those_of_plain_torch",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+        "test_it_keeps_the_contract",
+        "test_it_has_the_capabilities_that_it_grants",
+    ],
+)
 class TestDelayed(KernelSuite):
     """With a grid that is finer than fp32 and wide enough for any step."""
 

@@ -114,39 +114,18 @@ class TestRingo(type(own_suite("ringo"))):  # type: ignore[misc]
     ],
 )
 class TestOrthon(Orthon):  # type: ignore[misc, valid-type]
-    layouts = ("dp2", "pp2")
-
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("nova-orthon")
 
 
-@pytest.mark.wide(
-    "suites",
-    quick=[
-        "test_a_layout_gives_the_weights_of_one_process",
-        "test_updates_are_those_of_the_reference",
-        "test_it_keeps_the_contract",
-    ],
-)
+@pytest.mark.wide("suites", quick=["zero2", "test_updates_are_those_of_the_reference"])
 class TestOrthonInOnePass(Orthon):  # type: ignore[misc, valid-type]
     """Where it writes weights itself, and says so."""
-
-    layouts = ("zero2",)
 
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("nova-orthon", *ONE_PASS)
-
-
-@pytest.mark.wide("suites")
-class TestOrthonUnderEveryStrategy(TestOrthon):
-    layouts = None
-
-
-@pytest.mark.wide("suites")
-class TestOrthonInOnePassUnderEveryStrategy(TestOrthonInOnePass):
-    layouts = None
 
 
 @pytest.mark.wide(

@@ -153,6 +153,7 @@ def change_of_logits(width: int, settings: dict[str, Any], steps: int = 5) -> fl
     return float((logits() - before).square().mean().sqrt())
 
 
+@pytest.mark.wide("layouts")
 def test_the_change_of_logits_grows_with_the_width_only_without_a_base_model() -> None:
     """The coordinate check of arXiv 2203.03466, appendix D.1, at the widths 32 and 512."""
     narrow = change_of_logits(32, {})

@@ -61,6 +61,7 @@ def test_a_replayed_step_that_is_not_finite_has_the_effect_of_an_eager_one(react
     assert_equal(replayed, eager)
 
 
+@pytest.mark.wide("families")
 def test_a_request_to_stop_reaches_a_replayed_step() -> None:
     def stop(step: int, parts: Parts) -> None:
         parts.stepper.run.stop_requested = step == 7  # type: ignore[attr-defined]

@@ -307,6 +307,7 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
 
 
 @pytest.mark.parametrize("moment", ["when step 3 begins", "in its save", "in its asynchronous save"])
+@pytest.mark.wide("kills", quick=["in its asynchronous save"])
 def test_a_run_that_has_been_taken_over_writes_no_metrics_and_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

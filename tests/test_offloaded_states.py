@@ -101,7 +101,7 @@ def position_of(settings: dict[str, Any], directory: Path) -> Position:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["then on the device", "then offloaded"])
-@pytest.mark.wide("layouts", quick=["then on the device"])
+@pytest.mark.wide("reshard")
 def test_a_checkpoint_resumes_with_and_without_offload(first: bool, tmp_path: Path) -> None:
     settings = [OPTIMIZERS["soap"], {**OPTIMIZERS["soap"], **SMALL}]
     saved = position_of(settings[first], tmp_path)

@@ -50,7 +50,7 @@ def test_a_grouping_gives_each_rank_the_ranks_that_differ_along_its_axes_only(gr
         assert tuple(grouping.leader) == next(ranks for ranks in expected if len(ranks) == grouping.size)
 
 
-@settings(max_examples=50)
+@settings(max_examples=150)
 @given(groupings(), st.data())
 def test_ranks_are_in_ascending_order(grouping: Grouping, data: st.DataObject) -> None:
     world = range(int(np.prod(grouping.sizes)))

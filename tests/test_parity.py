@@ -61,6 +61,7 @@ def test_a_run_that_one_process_refuses_is_a_fault_and_no_layout_to_skip() -> No
             require_parity({"model.num_attention_heads": 3}, layout)
 
 
+@pytest.mark.wide("suites")
 def test_a_suite_skips_a_run_that_its_ranks_refuse_where_it_is_tried_unasked(text_file: Path) -> None:
     """One that the author asks for is a fault."""
     small = {"data.name": "text", "data.path": str(text_file), "model.vocab_size": 100}

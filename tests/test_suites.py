@@ -99,6 +99,15 @@ SUITES: dict[str, Callable[[], Any]] = {
 Orthon: type[OptimizerSuite] = type(own_suite("orthon"))
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "fp32",
+        "test_supports_is_a_pure_function_with_three_answers",
+        "test_it_keeps_the_contract",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+    ],
+)
 class TestRingo(type(own_suite("ringo"))):  # type: ignore[misc]
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:

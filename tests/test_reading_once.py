@@ -9,7 +9,7 @@ import torch
 from tiny_tower import SEEING
 
 from mplug import Loader, MapLoader, MicroBatch, UsageError
-from mplug.errors import RunError
+from mplug.errors import PluginError, RunError
 from mplug.training.assembly import build
 from mplug_streams.sharing import SharedLoader, packed, unpacked
 from mplug_testing import run_workers
@@ -144,13 +144,8 @@ class Unsendable(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def failures(ways: Sequence[str]) -> list[tuple[str, str]]:
-    """Be one rank of a pipeline whose data fail in several ways, one after the other."""
-    return [failure(how) for how in ways]
-
-
 def failure(how: str) -> tuple[str, str]:
-    """The class and the message of the error."""
+    """Be one rank of a pipeline whose data fail: the class and the message of the error."""
     run = tiny_run({**SMALL, "parallel.layout": "pp2", "parallel.read_once": True, "trainer.eval_every": 0})
     parts = build(run)
     shared: Any = parts.train_loader.loader
@@ -166,21 +161,21 @@ def failure(how: str) -> tuple[str, str]:
     return "", ""
 
 
-FAILURES = {
-    "file": ("RunError", "corpus.bin"),
-    "data": ("UsageError", "sample 2 has no tokens"),
-    "bug": ("PluginError", "KeyError: 'tokens'"),
-    "unsendable": ("PluginError", "1 and 2"),
-    "short": ("RunError", "ended early"),
-    "state": ("UsageError", "the state is of other data"),
-}
-"""How the data fail, and the class and words of the error."""
-
-
-def test_a_failure_on_the_reading_rank_reaches_all() -> None:
-    for found in run_workers(2, failures, [*FAILURES]):
-        for (kind, words), (name, message) in zip(FAILURES.values(), found, strict=True):
-            assert (name, words in message) == (kind, True), message
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("file", RunError, "corpus.bin"),
+        ("data", UsageError, "sample 2 has no tokens"),
+        ("bug", PluginError, "KeyError: 'tokens'"),
+        ("unsendable", PluginError, "1 and 2"),
+        ("short", RunError, "ended early"),
+        ("state", UsageError, "the state is of other data"),
+    ],
+)
+def test_a_failure_on_the_reading_rank_reaches_all(how: str, kind: type, words: str) -> None:
+    for name, message in run_workers(2, failure, how):
+        assert issubclass({"RunError": RunError, "UsageError": UsageError, "PluginError": PluginError}[name], kind)
+        assert words in message
 
 
 def positions(settings: Mapping[str, Any]) -> list[Any]:

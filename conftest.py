@@ -65,7 +65,8 @@ WIDE = {
     "and layouts of each",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
     "every character, as more tokenizers cut it",
-    "kills": "more points at which workers are killed, damaged and crafted checkpoints",
+    "kills": "more points at which workers are killed, damaged and crafted checkpoints; restarts; a full "
+    "disk and a taken port of several processes",
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
     "loggers": "the whole suites of the extensions wandb, mlflow and profile, and more of those of watchdog and "
     "losspicture",
@@ -75,14 +76,15 @@ WIDE = {
     "precision": "more layouts and methods in bf16, fp16 and FP8",
     "relayout": "live changes of the layout in a tenth of the cases of `pairs`, in which every value occurs; kills at "
     "more moments",
-    "reshard": "resumes of optimizers and DeepSpeed under other layouts",
+    "reshard": "resumes of optimizers, sharded checkpoints, buffers of slots and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
-    "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels; the "
-    "packages of several strangers beside all and with the host alone; the commands of every page",
+    "session": "the first training run of README.md with all its steps; a toy run of every recipe; all distributions "
+    "built, mplug-all installed from them; the host's wheel with others; the packages of several strangers beside all "
+    "and with the host alone; the commands of every page",
     "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
     "report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, every field of every Config, all kernel "
-    "cases for kernels/flex, and `plugins check` of every package in tests/packages",
+    "cases for kernels/flex, `plugins check` of every package in tests/packages, and the types of the code (mypy)",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""
 

@@ -196,6 +196,7 @@ SELECTIVE = {"memory.recompute.mode": "selective"}
     ],
     ids=["MLP.core", "unit", "Experts.compute"],
 )
+@pytest.mark.wide("layouts", quick=["unit", "Experts.compute"])
 def test_recomputation_calls_the_adapters_too(settings: dict[str, Any], recomputes: dict[str, Any]) -> None:
     found, expected = (train_steps({**LORA, **settings, **more}) for more in (recomputes, {}))
     assert found.losses == expected.losses

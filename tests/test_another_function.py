@@ -25,6 +25,16 @@ Plant = Callable[..., None]
 Cli = Callable[..., Any]
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "test_values_and_gradients_are_those_of_plain_torch",
+        "test_another_function_has_a_name_and_a_reference",
+        "test_it_refuses_sites_that_ask_for_another_function",
+        "test_its_reference_is_a_core",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+    ],
+)
 class TestChunked(KernelsSuite):  # type: ignore[misc, valid-type]
     """The kernel as it is passes the whole suite."""
 

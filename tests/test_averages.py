@@ -1,7 +1,6 @@
 """Averages of the weights (`optimizer.average`): their values, layouts, checkpoints, evaluations and exports.
 
-`pytest --wide layouts` compares further layouts and optimizers with one process; `test_optimizers.py` resumes averages
-under other layouts.
+The set `pairs` compares further layouts with one process; `test_optimizers.py` resumes averages under other layouts.
 """
 
 import json
@@ -27,7 +26,6 @@ from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run
-from mplug_testing.parity import require_parity
 from mplug_validation import evaluate, evaluated_in_place
 
 LR, DECAY, STEPS = 1e-2, 0.1, 6
@@ -104,35 +102,7 @@ def test_an_evaluation_computes_with_averages_and_then_training_goes_on_as_if_it
         assert torch.equal(average_of(watched)[piece.name], average_of(plain)[piece.name])
 
 
-MIXED: dict[str, Any] = {
-    **HALF,
-    "optimizer.name": "muon",
-    "optimizer.groups": [{"match": ["embedding", "head"], "optimizer": {"name": "adamw", "lr": LR}}],
-}
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, **HALF}
-
-
-@pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
-@pytest.mark.wide("layouts", quick=["fsdp2"])
-def test_the_loss_of_averages_is_that_of_one_process(layout: str) -> None:
-    require_parity(HALF, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, HALF) for layout in ("tp2", "pp2", "tp2zero2", "tp2pp2", "fsdp2tp2", "zero2pp2")),
-        *((f"zero2 parallel.zero.stage={stage}", HALF) for stage in (2, 3)),
-        *((layout, EXPERTS) for layout in ("ep2", "etp2", "ep2zero2")),
-        *((layout, MIXED) for layout in ("tp2", "zero2", "fsdp2", "pp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_the_loss_of_averages_is_that_of_one_process_under_further_layouts(
-    layout: str, settings: dict[str, Any]
-) -> None:
-    require_parity(settings, layout)
 
 
 # Checkpoints.

@@ -111,6 +111,7 @@ def step_of_a_rank(settings: dict[str, Any]) -> tuple[list[int], float, float]:
     return computed, float(result.figures["patches_imbalance"]), float(result.loss)
 
 
+@pytest.mark.wide("layouts")
 def test_ranks_compute_equally_many_patches_of_pictures_of_many_sizes() -> None:
     settings = {
         **SEEING,

@@ -1,6 +1,6 @@
 """Models beside a narrower base model: maximal update parametrization (`model.mup_base`).
 
-`pytest --wide layouts` compares further layouts and optimizers with one process.
+The set `pairs` compares further layouts and optimizers with one process.
 """
 
 import json
@@ -18,17 +18,12 @@ from mplug import UsageError, Widths
 from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
 from mplug_testing.harness import EXACT, tiny_run
-from mplug_testing.parity import require_parity
 
 WIDER: dict[str, Any] = {"model.hidden_size": 64, "model.mup_base": {"hidden_size": 16}}
 """The tiny run, four times as wide as its base model: heads of 16 beside heads of 4."""
 FP64: dict[str, Any] = {"trainer.precision": "fp64", "trainer.max_grad_norm": 0.0}
 MUON = {"optimizer.name": "muon", "optimizer.scale": "unit_rms_norm"}
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.hidden_size": 64, "model.mup_base": {"hidden_size": 16}}
-LATENT: dict[str, Any] = {
-    **tiny_models.of_model(tiny_models.TABLES["deepseek"]),
-    "model.mup_base": {"hidden_size": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "moe_ffn_hidden_size": 8},
-}
 
 
 def trained(settings: dict[str, Any], steps: int = 1, lr: float = 0.01, decay: float = 0.0) -> Parts:
@@ -77,13 +72,6 @@ def test_a_router_is_an_output_and_biases_of_experts_are_vectors() -> None:
     assert {one.widths for one in down.values()} == {Widths(4, 3)}
 
 
-@pytest.mark.wide("layouts")
-def test_the_base_model_itself_trains_as_without_the_field() -> None:
-    same = {"model.hidden_size": 32, "model.mup_base": {"hidden_size": 32}}
-    for name, one in masters(trained(same, 2)).items():
-        assert torch.equal(one, masters(trained({}, 2))[name]), name
-
-
 # What optimizers do.
 
 
@@ -91,6 +79,7 @@ def test_the_base_model_itself_trains_as_without_the_field() -> None:
     ("optimizer", "hidden", "tables"),
     [("adamw", 0.25, 1.0), ("lion", 0.25, 1.0), ("adafactor", 0.25, 1.0), ("sgd", 1.0, 4.0), ("schedulefree", 0.25, 1)],
 )
+@pytest.mark.wide("layouts", quick=["adamw-0.25-1.0", "sgd-1.0-4.0"])
 def test_a_first_update_has_the_rate_of_its_width(optimizer: str, hidden: float, tables: float) -> None:
     """The updates of the whole model at each rate, from the same weights and gradients."""
     name = {**FP64, **WIDER, "optimizer.name": optimizer}
@@ -164,6 +153,7 @@ def change_of_logits(width: int, settings: dict[str, Any], steps: int = 5) -> fl
     return float((logits() - before).square().mean().sqrt())
 
 
+@pytest.mark.wide("layouts")
 def test_the_change_of_logits_grows_with_the_width_only_without_a_base_model() -> None:
     """The coordinate check of arXiv 2203.03466, appendix D.1, at the widths 32 and 512."""
     narrow = change_of_logits(32, {})
@@ -171,31 +161,6 @@ def test_the_change_of_logits_grows_with_the_width_only_without_a_base_model() -
     mup = change_of_logits(512, {"model.mup_base": {"hidden_size": 32}})
     assert usual > 2.5 * narrow
     assert mup < 1.5 * narrow
-
-
-# Layouts.
-
-
-@pytest.mark.parametrize("layout", ["tp2", "zero2pp2"])
-def test_a_layout_gives_the_weights_of_one_process(layout: str) -> None:
-    require_parity(WIDER, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, WIDER) for layout in ("pp2", "zero2", "fsdp2", "dp2", "cp2", "tp2pp2", "tp2zero2", "fsdp2tp2")),
-        *((layout, {**WIDER, **MUON}) for layout in ("tp2", "zero2", "fsdp2", "pp2")),
-        *((layout, {**WIDER, "optimizer.name": "adafactor"}) for layout in ("tp2", "zero2", "fsdp2")),
-        *((layout, {**WIDER, "model.tie_embeddings": True}) for layout in ("zero2", "tp2", "pp2")),
-        *((layout, EXPERTS) for layout in ("ep2", "etp2", "ep2zero2", "fsdp2", "pp2")),
-        *((layout, LATENT) for layout in ("tp2", "ep2", "pp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
 
 
 # Refusals and reports.

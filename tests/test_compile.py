@@ -108,6 +108,7 @@ def kept_by_a_block() -> float:
     return sum(kept.values()) / (4 * size * length * width)
 
 
+@pytest.mark.wide("compile")
 def test_a_compiled_block_keeps_no_norms_outputs_and_no_activations_that_it_can_compute_again(
     in_one_process: tuple[float, Gradients],
 ) -> None:

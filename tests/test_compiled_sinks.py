@@ -97,6 +97,7 @@ def alone(tied: bool) -> Trace:
 
 @pytest.mark.parametrize(("layout", "split"), SPLITS)
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=BY_LAYOUT)], ids=["tied", "not tied"])
+@pytest.mark.wide("compile")
 def test_gradients_of_shared_parameters_are_those_of_one_process(layout: str, split: Settings, tied: bool) -> None:
     size = 2 if layout == "pp2" else 4
     model = {**PREDICTING, **(TIED if tied else {})}

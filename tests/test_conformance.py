@@ -82,15 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=WIDE if case.wide else []) for name, case in CASES.items()])
-@pytest.mark.wide(
-    "layouts",
-    quick=[
-        "torchtitan 2536",
-        "torchtitan 1524 and 2972",
-        "Megatron 3, 1647 and 3672, torchtitan 3392",
-        "torchtitan 3392, pipeline",
-    ],
-)
+@pytest.mark.wide("layouts", quick=["torchtitan 1524 and 2972"])
 def test_a_run_is_that_of_one_process(name: str) -> None:
     layout, settings, options, patterns, _ = CASES[name]
     traces, reference = ranks_of(layout, settings, options), alone(settings)
@@ -108,6 +100,7 @@ def targets_of_step(ranks: int) -> list[int]:
     return [per_rank * length - sum(ignored[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks)]
 
 
+@pytest.mark.wide("layouts")
 def test_the_cases_have_what_their_errors_need() -> None:
     first, second = targets_of_step(2)
     assert first / second > 1.2, "Megatron 3: ranks differ in their numbers of targets"
@@ -159,6 +152,7 @@ def loss_of(gathered: bool) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["Megatron 1", "Megatron 2"])
+@pytest.mark.wide("layouts", quick=["Megatron 1"])
 def test_every_rank_has_the_loss_of_the_whole_vocabulary(gathered: bool) -> None:
     """By hand: log(1 + e^-1 + e^-2 + e^-3). Gathered logits are not counted once a rank: what is beyond is padding."""
     (first, left), (second, right) = run_workers(2, loss_of, gathered)
@@ -226,6 +220,7 @@ def trained_alone(model: Settings, bound: float, *frozen: str) -> Settings:
     ],
     ids=["Megatron 8: sinks", "Megatron 5916: experts"],
 )
+@pytest.mark.wide("layouts")
 def test_the_clipping_norm_has_what_lies_on_every_rank(layout: str, settings: Settings, pattern: str) -> None:
     traces, reference = ranks_of(layout, settings), alone(settings)
     sums = gradients(traces, reference, pattern)
@@ -254,6 +249,7 @@ def test_megatron_1699_the_rotary_key_that_heads_share_has_a_whole_gradient() ->
 
 
 @pytest.mark.parametrize("balance", [pytest.param("sequence", marks=WIDE), "global_batch"])
+@pytest.mark.wide("layouts")
 def test_megatron_7213_the_balancing_loss_does_not_depend_on_micro_batches(balance: str) -> None:
     """Micro batches of 2, of 4 and of unequal sizes (`micro_batch` depends on them by definition, and says so)."""
     settings = {**EXPERTS, "model.aux_loss_coefficient": 0.5, "model.moe_balance": balance}

@@ -246,6 +246,7 @@ def test_a_tower_combines_with_the_decoder_of_a_third_party(plant: Callable[...,
         pytest.param("fsdp2", marks=pytest.mark.wide("layouts")),
     ],
 )
+@pytest.mark.wide("layouts")
 def test_the_decoder_of_a_third_party_computes_the_same_under_a_layout(plant: Any, layout: str) -> None:
     plant("nova-peregrine")
     require_parity(settings({**PEREGRINE, "num_kv_heads": 2}), layout)

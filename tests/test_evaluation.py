@@ -81,6 +81,7 @@ def assert_saved_without_result(folder: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("why", "every"), [("a signal", 2), ("a signal in the last evaluation", 4), ("time that runs out", 2)]
 )
+@pytest.mark.wide("kills", quick=["a signal-2", "time that runs out-2"])
 def test_an_evaluation_ends_after_the_micro_batch_in_which_a_stop_is_asked_for(
     tmp_path: Path, why: str, every: int
 ) -> None:

@@ -121,7 +121,7 @@ ALL += [f"{kind}-{layout}" for kind in ("balanced", "latent") for layout in ("ep
 
 
 @pytest.mark.parametrize("case", layouts(QUICK, [one for one in ALL if one not in QUICK], "experts"))
-@pytest.mark.wide("experts", quick=["micro-dp2tp2", "fine-pp2"])
+@pytest.mark.wide("experts", quick=["fine-pp2"])
 def test_routing_and_every_invariant_balance_give_the_run_and_the_counts_of_one_process(case: str) -> None:
     kind, _, layout = case.partition("-")
     ranks, settings = under(KINDS[kind], layout)

@@ -114,6 +114,7 @@ NOTHING = {"nothing": (lambda path: change(path, lambda _: None), "")}
 
 
 @pytest.mark.parametrize("craft", [*CRAFTS, *NOTHING])
+@pytest.mark.wide("kills", quick=[*[*CRAFTS][::4], *NOTHING])
 def test_a_bad_checkpoint_is_refused_in_one_sentence_and_the_next_run_goes_on(crafted: Path, craft: str) -> None:
     make, reason = (CRAFTS | NOTHING)[craft]
     make(crafted)

@@ -170,6 +170,7 @@ SHIFTED |= {"model.num_attention_heads": 2, "model.num_kv_heads": 2, "model.voca
 
 
 @pytest.mark.parametrize("settings", [{}, SHIFTED], ids=["gpt", "a model with shifted entries"])
+@pytest.mark.wide("layouts", quick=["gpt"])
 def test_a_context_parallel_rank_copies_only_its_part_to_the_device(settings: dict[str, Any]) -> None:
     whole = copied_bytes(settings)
     for rank in run_workers(2, copied_bytes, {**settings, "parallel.layout": "cp2"}):

@@ -1,6 +1,6 @@
 """The README's first session, as a newcomer would have it: train the default model, sample from it.
 
-The quick tests train the default model for 24 shorter steps. `pytest --wide session` runs the command of the README.
+The quick tests train the default model for 12 shorter steps. `pytest --wide session` runs the command of the README.
 """
 
 import builtins
@@ -51,7 +51,7 @@ def machine() -> dict[str, object]:
     }
 
 
-SHORTER = {"steps": 24, "seq_length": 128, "eval_every": 12, "eval_samples": 8}
+SHORTER = {"steps": 12, "seq_length": 128, "eval_every": 6, "eval_samples": 8}
 
 
 def train(folder: Path, *changes: str) -> str:
@@ -69,7 +69,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the default model was trained for a few seconds, and what the command printed."""
     folder = tmp_path_factory.mktemp("short")
     shorter = [f"trainer.{name}={value}" for name, value in SHORTER.items()]
-    words = [word for field in (*shorter, "schedule.warmup_steps=5") for word in ("--set", field)]
+    words = [word for field in (*shorter, "schedule.warmup_steps=3") for word in ("--set", field)]
     return folder, train(folder, *words)
 
 
@@ -92,7 +92,7 @@ def shapes(text: str) -> set[str]:
 
 def test_the_default_model_learns_within_seconds(short: tuple[Path, str]) -> None:
     steps = metrics(short[0])
-    assert len(steps) == 24
+    assert len(steps) == 12
     assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.2)
     assert steps[-1]["val_loss"] < 3.5
     assert "validation loss" in next(short[0].glob("runs/*/loss.svg")).read_text()

@@ -245,6 +245,7 @@ def one_process(recipe: str) -> Trace:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
+@pytest.mark.wide("precision")
 def test_a_run_with_overlap_is_that_of_one_process(recipe: str, changes: dict[str, Any]) -> None:
     ranks = train_ranks(2, {**FP8, **OF_RECIPE[recipe], **OVERLAP, **changes})
     assert outside_of_band(ranks, one_process(recipe)) == ""

@@ -43,7 +43,6 @@ FIRST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0"]}
 ALL_BUT_LAST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]}
 ONLY_EMBEDDING: dict[str, Any] = {"model.frozen": ["blocks", "head"]}
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.expert_bias_rate": 0.05}
-STAGE_2 = {"parallel.zero.stage": 2}
 
 
 def is_frozen(name: str, settings: dict[str, Any]) -> bool:

@@ -125,7 +125,7 @@ def settled(base: Any, overrides: Any) -> RunConfig:
 # Configs.
 
 
-@fuzz(60, 3000)
+@fuzz(20, 3000)
 def test_a_config_file_is_used_or_refused(random: Random) -> None:
     base, tree = random.choice(bases())
     settled(base, read_yaml(config_text(random, tree), "run.yaml"))
@@ -176,7 +176,7 @@ def copied(saved: Path) -> Path:
     return run
 
 
-@fuzz(25, 2500)
+@fuzz(10, 2500)
 def test_a_checkpoint_is_used_or_refused(random: Random, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case is listed, shown and verified; one of ten is sampled from, one of fifty resumed."""
     monkeypatch.chdir(saved)
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_used_or_refused(random: Random, saved: Path, monkeypatc
         in_process("train", "--resume", "--name", "case", "--set", "trainer.steps=5")
 
 
-@fuzz(25, 1000)
+@fuzz(8, 1000)
 def test_the_config_and_the_metrics_of_a_run_are_used_or_refused(random: Random, saved: Path) -> None:
     run = copied(saved)
     config, metrics = run / "config.yaml", run / "metrics.jsonl"

@@ -148,6 +148,7 @@ def matrix() -> list[str]:
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=() if layout == "pp2tp2" else WIDE) for layout in [*matrix(), "dp2tp2pp2"]]
 )
+@pytest.mark.wide("layouts")
 def test_under_a_layout_masks_differ_wherever_rank_micro_batch_step_or_block_do(layout: str) -> None:
     """None of the strategies has ranks that hold copies of a block's attention."""
     settings = {**RECOMPUTES, "parallel.cp.method": "ulysses"} if "cp" in layout else RECOMPUTES  # no other drops

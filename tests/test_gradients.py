@@ -140,7 +140,6 @@ def eager(net: Net) -> Callable[..., Tensor]:
 @pytest.mark.wide(
     "compile",
     quick=[
-        "compiled-supplied",
         *(f"{how}-{gemm}" for how in (1, 2, 4, "recomputed") for gemm in ("default", "supplied")),
     ],
 )

@@ -25,7 +25,7 @@ from mplug_testing.harness import TinySettings, tiny_run
 
 
 @pytest.mark.parametrize(("settings", "recorded"), [(GPT, 2), (EXPERTS, 1)], ids=["gpt", "experts"])
-@pytest.mark.wide("families", quick=["experts"])
+@pytest.mark.wide("families", quick=["gpt"])
 def test_twenty_replayed_steps_are_twenty_eager_steps_to_the_bit(settings: TinySettings, recorded: int) -> None:
     eager, replayed = trained(settings, False), trained(settings, True)
     assert replayed.recorded == recorded
@@ -41,6 +41,7 @@ def test_the_loss_scale_of_fp16_passes_from_replay_to_replay() -> None:
 
 
 @pytest.mark.parametrize("reaction", ["stop", "skip"])
+@pytest.mark.wide("families", quick=["stop"])
 def test_a_replayed_step_that_is_not_finite_has_the_effect_of_an_eager_one(reaction: str) -> None:
     """After it, 'stop' skips every further step, so the recording carries this from replay to replay."""
     held: list[Tensor] = []
@@ -60,6 +61,7 @@ def test_a_replayed_step_that_is_not_finite_has_the_effect_of_an_eager_one(react
     assert_equal(replayed, eager)
 
 
+@pytest.mark.wide("families")
 def test_a_request_to_stop_reaches_a_replayed_step() -> None:
     def stop(step: int, parts: Parts) -> None:
         parts.stepper.run.stop_requested = step == 7  # type: ignore[attr-defined]
@@ -134,6 +136,7 @@ def test_a_recorded_step_begins_and_ends_every_exchange_of_weights() -> None:
     assert calls == ["begin", "write", "update", "wait"]
 
 
+@pytest.mark.wide("families")
 def test_recordings_of_many_shapes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST", 1)
     settings = {**GPT, "trainer.steps": 14}

@@ -140,14 +140,10 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Alone:
-    folder = tmp_path_factory.mktemp("alone")
-    found = Alone(folder, host, FROZEN)
-    found.add("saving", *built(folder, HERE.parent / "saving"))
-    found.add("heal", *built(folder, HERE.parent / "heal"))
-    found.add("settings", *built(folder, HERE.parent / "settings"))
-    return found
+    return Alone(tmp_path_factory.mktemp("alone"), host, FROZEN)
 
 
+@pytest.mark.wide("session")
 def test_help_and_listing(alone: Alone) -> None:
     assert "Train large transformers" in succeeded(alone.python, "-m", "mplug", "--help", cwd=alone.folder)
     listed = succeeded(alone.python, "-m", "mplug", "plugins", "list", cwd=alone.folder)
@@ -172,9 +168,12 @@ mplug-heal whose required mplug-saving was uninstalled."""
 @pytest.fixture(scope="module")
 def outcomes(alone: Alone) -> list[tuple[int, str, str]]:
     """What the commands of `WORKS`, then those of `REFUSED`, give: one interpreter imports torch for all."""
+    for name in ("saving", "heal", "settings"):
+        alone.add(name, *built(alone.folder, HERE.parent / name))
     return alone.outcomes(*WORKS, *REFUSED)
 
 
+@pytest.mark.wide("session")
 def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[int, str, str]]) -> None:
     works = outcomes[: len(WORKS)]
     assert [status for status, *_ in works] == [0] * len(WORKS), works
@@ -262,6 +261,7 @@ REFUSED: dict[tuple[str, ...], str] = {
 }
 
 
+@pytest.mark.wide("session")
 def test_what_needs_a_missing_package_is_refused_in_one_sentence_that_names_it(
     outcomes: list[tuple[int, str, str]],
 ) -> None:

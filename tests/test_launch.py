@@ -233,7 +233,7 @@ TOO_LITTLE = {
 
 
 @pytest.mark.parametrize("lacks", TOO_LITTLE)
-@pytest.mark.wide("kills", quick=["processes"])
+@pytest.mark.wide("kills")
 def test_nobody_trains_where_torchrun_has_started_too_few_processes_or_may_restart_a_run_without_a_name(
     lacks: str, tmp_path: Path, options: list[str]
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_port_that_is_in_use_is_refused_by_its_number(folder: Path, options: l
 # The same run, whoever starts its processes.
 
 
-@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2pp2", marks=pytest.mark.wide("layouts"))])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2pp2", marks=pytest.mark.wide("layouts"))])
 def test_several_processes_give_the_losses_of_one_and_write_one_record(layout: str, whole: Whole) -> None:
     run = whole(layout)
     assert_same_losses(run, whole(""))
@@ -433,6 +433,7 @@ HOW_WORKERS_FAIL = [
 
 
 @pytest.mark.parametrize(("layout", "rank", "number"), HOW_WORKERS_FAIL)
+@pytest.mark.wide("kills")
 def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_nothing_had_happened(
     folder: Path, options: list[str], whole: Whole, assert_bitwise: Same, layout: str, rank: int, number: signal.Signals
 ) -> None:
@@ -510,6 +511,7 @@ def mischief(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(installed(site, "acme-mischief", "[mplug.extensions]\nmischief = acme_mischief:Mischief\n", MISCHIEF))
 
 
+@pytest.mark.wide("kills")
 def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(
     folder: Path, options: list[str], mischief: str
 ) -> None:
@@ -527,6 +529,7 @@ def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(
     ("error", "status"),
     [("ValueError", 1), ("UsageError", 2), pytest.param("RunError", 1, marks=pytest.mark.wide("kills"))],
 )
+@pytest.mark.wide("kills", quick=["ValueError-1"])
 def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
     error: str, status: int, folder: Path, options: list[str], mischief: str
 ) -> None:
@@ -552,6 +555,7 @@ def beside_another_program(folder: str, taken: int, send: Any) -> int:
     return starts
 
 
+@pytest.mark.wide("kills")
 def test_processes_whose_port_was_taken_meanwhile_start_again_with_another_one(tmp_path: Path) -> None:
     assert launch(2, beside_another_program, str(tmp_path), 1) == 2
     with pytest.raises(UsageError, match="in use"):
@@ -605,6 +609,7 @@ def test_a_run_that_fails_again_and_again_ends_with_its_restarts(
     assert "over the second step" in second
 
 
+@pytest.mark.wide("kills")
 def test_a_loss_that_is_not_finite_is_not_tried_again(folder: Path, options: list[str]) -> None:
     command = train(folder, "diverged", *options, "--restarts", "3", "--set", "optimizer.lr=1e30")
     command.refused(1, "has a loss of", "trainer.nonfinite=skip")
@@ -643,6 +648,7 @@ def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2pp2"])
+@pytest.mark.wide("layouts", quick=["tp2"])
 def test_a_checkpoint_holds_the_logical_tensors_of_one_process(layout: str, whole: Whole, logical: Logical) -> None:
     for step in (15, 20):
         found, wanted = (logical(saved_at(whole(one), step)) for one in (layout, ""))
@@ -651,13 +657,14 @@ def test_a_checkpoint_holds_the_logical_tensors_of_one_process(layout: str, whol
         assert {name: error for name, error in off.items() if not error <= 1e-9} == {}
 
 
-def test_a_run_of_tp2pp2_goes_on_in_one_process(folder: Path, whole: Whole) -> None:
+def test_a_run_of_tp2_goes_on_in_one_process(folder: Path, whole: Whole) -> None:
     moved = folder / "runs" / "alone"
-    shutil.copytree(whole("tp2pp2"), moved, ignore=lambda _, names: {"step_00000020"} & set(names))
+    shutil.copytree(whole("tp2"), moved, ignore=lambda _, names: {"step_00000020"} & set(names))
     train(folder, "alone", "--resume", "--parallel", "", "--set", "trainer.steps=20").succeeded()
     assert_same_losses(moved, whole(""))
 
 
+@pytest.mark.wide("kills")
 def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_earlier_checkpoint(
     options: list[str], small_disk: Path
 ) -> None:
@@ -675,6 +682,7 @@ def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_earlier_checkpoint(
 # What is seen before a run.
 
 
+@pytest.mark.wide("layouts")
 def test_a_layout_of_64_ranks_for_175b_is_explained_without_processes(folder: Path) -> None:
     result = begin(folder, *MPLUG, "explain", "--preset", "175b", "--parallel", "tp8pp8").succeeded()
     words = ("64 ranks", "blocks.12 to 23", "parallel/tp", "Linear.gather", "blocks.*.attn.qkv.weight", "weights")

@@ -221,6 +221,7 @@ def compete(barrier: Any, results: Any, runs: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(1500, marks=pytest.mark.wide("kills"))])
+@pytest.mark.wide("kills")
 def test_of_eight_processes_exactly_one_gets_a_lock(tmp_path: Path, rounds: int) -> None:
     """Free locks, locks of dead holders, locks whose release was cut off, and locks of silent holders elsewhere."""
     runs = [tmp_path / f"run{number}" for number in range(rounds)]
@@ -306,6 +307,7 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
 
 
 @pytest.mark.parametrize("moment", ["when step 3 begins", "in its save", "in its asynchronous save"])
+@pytest.mark.wide("kills", quick=["in its asynchronous save"])
 def test_a_run_that_has_been_taken_over_writes_no_metrics_and_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -141,7 +141,7 @@ MORE = [("tp2", 2), ("dp2", 2), ("cp2", 2), ("tp2pp2", 4), ("dp2tp2", 4), ("zero
 @pytest.mark.parametrize(
     ("layout", "ranks"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.wide("precision")) for one in MORE)]
 )
-@pytest.mark.wide("precision", quick=["fsdp2-2"])
+@pytest.mark.wide("precision")
 def test_a_layout_gives_the_run_and_the_scales_of_one_process(layout: str, ranks: int) -> None:
     settings = {**FP16, **loss_scale(initial=2.0**20, growth_interval=1)}
     alone = stepped(settings)
@@ -162,7 +162,7 @@ def assert_skipped_everywhere(found: list[Scaled]) -> None:
 
 
 @pytest.mark.parametrize("own_only", [False, True])
-@pytest.mark.wide("precision", quick=["True"])
+@pytest.mark.wide("precision", quick=["False"])
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(own_only: bool) -> None:
     settings = {**FP16, **loss_scale(initial=SCALE), "parallel.layout": "tp2"}
     found = run_workers(2, stepped, settings, 1, own_only)

@@ -118,6 +118,6 @@ WIDE = pytest.mark.wide("layouts")
         pytest.param("tp2pp2", {**PACKED, **AHEAD}, id="tp2pp2 tokens ahead", marks=WIDE),
     ],
 )
-@pytest.mark.wide("layouts", quick=["tp2pp2 packed"])
+@pytest.mark.wide("layouts", quick=["cp2 packed"])
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from machines import Machines
 from warm import Forked
 
@@ -17,6 +18,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.wide("machines")
 def test_machines_have_names_and_reach_each_other_until_a_link_is_cut_and_again_when_it_is_mended(
     two_machines: Machines, tmp_path: Path
 ) -> None:

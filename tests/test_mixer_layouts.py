@@ -26,7 +26,7 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", ["tp4", "cp4"])
-@pytest.mark.wide("layouts", quick=["tp4"])
+@pytest.mark.wide("layouts")
 def test_a_hybrid_with_fewer_key_heads_than_ranks_and_short_intervals_trains_as_in_one_process(layout: str) -> None:
     """With cp4, an interval of 2 positions is shorter than the 3 that a convolution sees before its own."""
     require_parity(HYBRID, layout)

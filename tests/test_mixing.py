@@ -57,7 +57,7 @@ def fault_of_suite(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero2", "fsdp2"])
-@pytest.mark.wide("layouts", quick=["tp2", "pp2"])
+@pytest.mark.wide("layouts", quick=["pp2"])
 def test_a_recurrence_computes_what_one_process_does(layout: str, plant: Plant) -> None:
     plant("nova-lento")
     assert error_of(LENTO, layout) < EXACT
@@ -202,7 +202,7 @@ MORE = [
 
 @pytest.mark.parametrize("layout", layouts(DIVIDED, MORE, "experts"))
 @pytest.mark.parametrize("dropping", ["position", "probability"])
-@pytest.mark.wide("experts", quick=["probability-cp2", "position-tp2"])
+@pytest.mark.wide("experts")
 def test_tokens_of_a_divided_sequence_compete_for_room_as_in_one_process(layout: str, dropping: str) -> None:
     assert error_of({**CAPACITY, "model.capacity_dropping": dropping}, layout) < EXACT
 
@@ -257,6 +257,7 @@ def test_blocks_without_declarations_are_refused_where_a_sequence_is_divided_and
         assert "add to ParallelBlock and Readout `mixes = frozenset({'sequence'})` if so" in said
 
 
+@pytest.mark.wide("suites")
 def test_the_suite_says_what_to_add_to_blocks_that_mix_nothing(plant: Plant) -> None:
     plant("nova-peregrine")
     kind = type("Suite", (ModelSuite,), {"plugin": "peregrine", "settings": PEREGRINE})

@@ -74,7 +74,7 @@ def test_it_is_the_run_of_the_narrower_slots(monkeypatch: pytest.MonkeyPatch, mo
 
 @pytest.mark.parametrize("layout", ["tp2", "zero2", "fsdp2", "pp2", "cp2"])
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.wide("layouts", quick=["tp2", "fsdp2"])
+@pytest.mark.wide("layouts")
 def test_it_is_the_run_of_one_process_under_every_strategy(layout: str) -> None:
     found = run_workers(2, train_steps, GELU | {"parallel.layout": layout}, offer_it)
     assert difference(found, alone()) == ""

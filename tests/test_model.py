@@ -320,5 +320,5 @@ def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_
 
 
 def test_measuring_allocates_nothing_of_the_models_size() -> None:
-    run = tiny_run({"model.hidden_size": 65536, "model.num_layers": 40, "model.vocab_size": 1000000})
-    assert measure_bytes(run, build_model(run))["weights"] > 2**42
+    run = tiny_run({"model.hidden_size": 65536, "model.num_layers": 4, "model.vocab_size": 1000000})
+    assert measure_bytes(run, build_model(run))["weights"] > 2**40

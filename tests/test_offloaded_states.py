@@ -1,6 +1,6 @@
 """Optimizer states in the memory of the CPU (`optimizer.offload`): the same results bit by bit, saved and counted.
 
-`pytest --wide layouts` compares further layouts and optimizers.
+The set `pairs` compares further layouts.
 """
 
 from pathlib import Path
@@ -22,7 +22,6 @@ from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import as_rank, tiny_config, tiny_run
-from mplug_testing.parity import require_parity
 from mplug_updates.offloaded_optimizer import OffloadedOptimizer, chunks_of
 
 SMALL: dict[str, Any] = {"optimizer.offload": {"chunk": 10_000}}
@@ -59,7 +58,7 @@ def everything(parts: Parts) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.wide("layouts", quick=["adamw 8-bit", "muon", "soap", "average", "groups"])
+@pytest.mark.wide("layouts", quick=["adamw 8-bit", "groups"])
 def test_masters_and_states_are_those_on_the_device_bit_by_bit(name: str) -> None:
     kept, offloaded = (trained({**OPTIMIZERS[name], **more}, 3) for more in ({}, SMALL))
     assert isinstance(offloaded.optimizer, OffloadedOptimizer)
@@ -92,27 +91,7 @@ def test_chunks_are_neighbours_of_the_given_size() -> None:
         assert sum(sizes) <= 20_000 + max(sizes)
 
 
-# Layouts and checkpoints.
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"), [("tp2", "muon"), ("zero2pp2", "adamw 8-bit")], ids=["tp2 muon", "zero2pp2 8-bit"]
-)
-def test_a_layout_gives_the_weights_of_one_process(layout: str, name: str) -> None:
-    require_parity({**OPTIMIZERS[name], **SMALL}, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        *((layout, "adamw") for layout in ("zero2", "fsdp2", "tp2", "pp2", "dp2", "cp2")),
-        *((layout, "muon") for layout in ("zero2", "fsdp2", "pp2", "tp2zero2", "fsdp2tp2")),
-        *((layout, name) for layout in ("zero2", "tp2", "pp2") for name in ("soap", "adafactor", "average", "groups")),
-    ],
-)
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, name: str) -> None:
-    require_parity({**OPTIMIZERS[name], **SMALL}, layout)
+# Checkpoints.
 
 
 def position_of(settings: dict[str, Any], directory: Path) -> Position:
@@ -122,6 +101,7 @@ def position_of(settings: dict[str, Any], directory: Path) -> Position:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["then on the device", "then offloaded"])
+@pytest.mark.wide("reshard")
 def test_a_checkpoint_resumes_with_and_without_offload(first: bool, tmp_path: Path) -> None:
     settings = [OPTIMIZERS["soap"], {**OPTIMIZERS["soap"], **SMALL}]
     saved = position_of(settings[first], tmp_path)

@@ -33,6 +33,7 @@ def assert_same_bits(one: dict[str, Boxes], other: dict[str, Boxes]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.wide("precision", quick=["bf16"])
 def test_a_run_has_the_same_bits_whoever_writes_the_weights(plant: Plant, precision: str) -> None:
     plant("nova-orthon")
     by_host = train_steps({**ORTHON, "trainer.precision": precision})

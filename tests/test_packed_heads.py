@@ -130,13 +130,7 @@ COMPILERS = ["never", "aot_eager", pytest.param("inductor", marks=pytest.mark.wi
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.wide(
     "compile",
-    quick=[
-        "causal-documents-aot_eager",
-        "causal-documents-never",
-        "full-documents-never",
-        "causal-one document-never",
-        "full-one document-never",
-    ],
+    quick=["causal-documents-never", "full-documents-never", "causal-one document-never", "full-one document-never"],
 )
 def test_the_output_and_all_gradients_are_those_of_the_plain_path(
     causal: bool, lengths: Tensor | None, compiler: str
@@ -169,6 +163,7 @@ def operators_of_backward(module: Attention) -> list[str]:
     return names
 
 
+@pytest.mark.wide("compile")
 def test_no_concatenation_is_in_the_compiled_backward() -> None:
     plain, ours = operators_of_backward(attention()), operators_of_backward(attention(acme()[0]))
     assert plain.count("aten.cat.default") == 1, "there is something to save"
@@ -348,6 +343,9 @@ class TrialsOf(PackedHeadsChecks):
 
 
 @pytest.mark.parametrize(("packed", "words"), PACKED_FAULTS.values(), ids=PACKED_FAULTS)
+@pytest.mark.wide(
+    "suites", quick=["a third party's", "values have no gradient", "heads are overwritten", "every bias is served"]
+)
 def test_the_suite_says_what_is_wrong_with_packed_heads(packed: PackedHeads, words: str) -> None:
     checks = TrialsOf(AttentionCore(scaled_dot_product, packed_heads=packed))
     with pytest.raises(Fault) if words else nullcontext() as raised, catch_warnings(action="ignore"):

@@ -1,6 +1,6 @@
 """Groups of parameters with rates or optimizers of their own (`optimizer.groups`).
 
-`pytest --wide layouts` compares further layouts and optimizers with one process.
+The set `pairs` compares further layouts and optimizers with one process.
 """
 
 import re
@@ -159,29 +159,13 @@ SGD, MUON = {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}
     [("zero2", GROUPS), ("tp2", GROUPS), ("pp2", TIED)],
     ids=["zero2", "tp2", "pp2 tied"],
 )
-@pytest.mark.wide("reshard", quick=["pp2 tied", "zero2"])
+@pytest.mark.wide("reshard")
 def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, GROUPS) for layout in ("dp2", "fsdp2", "cp2", "zero2 parallel.zero.stage=2", "pp2")),
-        *((layout, GROUPS) for layout in ("tp2pp2", "tp2zero2", "fsdp2tp2", "fsdp2pp2", "zero2pp2")),
-        *((layout, EXPERTS) for layout in ("ep2", "etp2ep2", "ep2tp2", "ep2zero2")),
-        *((layout, TIED) for layout in ("zero2", "fsdp2", "tp2", "zero2pp2")),
-        *((layout, {**GROUPS, **SGD}) for layout in ("zero2", "tp2", "fsdp2", "pp2")),
-        *((layout, {**GROUPS, **MUON}) for layout in ("zero2", "pp2", "dp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd"])
+@pytest.mark.wide("layouts", quick=["adamw", "muon"])
 def test_every_optimizer_updates_a_group_by_its_own_rates(optimizer: str) -> None:
     """A group is updated as the whole model is with the group's rates: one update from the same gradients."""
 
@@ -215,11 +199,6 @@ MIXED: dict[str, Any] = {
     ],
 }
 """Muon beside three other optimizers."""
-MIXED_EXPERTS: dict[str, Any] = {
-    **tiny_models.EXPERTS,
-    "optimizer.name": "muon",
-    "optimizer.groups": [ADAMW, {"match": "blocks.1.moe.experts", "optimizer": {"name": "soap", "lr": 0.5 * LR}}],
-}
 
 
 def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> None:
@@ -245,28 +224,6 @@ def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> No
                     torch.testing.assert_close(found[piece.name], expected, rtol=1e-6, atol=1e-7, msg=piece.name)
                 piece.master.copy_(found[piece.name])
             one.model.weights_written()
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"), [("tp2", MIXED), ("zero2", MIXED), ("ep2", MIXED_EXPERTS)], ids=["tp2", "zero2", "ep2"]
-)
-def test_optimizers_of_groups_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *((layout, MIXED) for layout in ("pp2", "fsdp2", "dp2", "tp2zero2", "tp2pp2", "fsdp2tp2")),
-        *((layout, MIXED_EXPERTS) for layout in ("etp2", "ep2zero2", "fsdp2", "pp2")),
-    ],
-    ids=str,
-)
-@pytest.mark.wide("layouts")
-def test_optimizers_of_groups_give_the_weights_of_one_process_under_further_layouts(
-    layout: str, settings: dict[str, Any]
-) -> None:
-    require_parity(settings, layout)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +322,7 @@ def second_step(settings: dict[str, Any], directory: Path) -> dict[str, Any]:
     return owned_values(position.run, position.parts)
 
 
+@pytest.mark.wide("reshard")
 def test_a_run_resumes_under_another_layout(tmp_path: Path) -> None:
     fp64 = {**GROUPS, "trainer.precision": "fp64"}
     position = position_of(fp64, tmp_path)

@@ -38,7 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-QUICK = ("dp2tp2pp2", "tp2pp2", "pp4")
+QUICK = ("tp2pp2",)
 MARKED = [case if case[0] in QUICK else pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in CASES]
 
 
@@ -61,6 +61,7 @@ def test_a_run_that_one_process_refuses_is_a_fault_and_no_layout_to_skip() -> No
             require_parity({"model.num_attention_heads": 3}, layout)
 
 
+@pytest.mark.wide("suites")
 def test_a_suite_skips_a_run_that_its_ranks_refuse_where_it_is_tried_unasked(text_file: Path) -> None:
     """One that the author asks for is a fault."""
     small = {"data.name": "text", "data.path": str(text_file), "model.vocab_size": 100}

@@ -54,6 +54,7 @@ def questions(layout: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict[
     ("model", "layout"),
     [("gpt", "tp2pp2dp{}"), ("gpt", "tp2pp2zero{}"), ("gpt", "tp2pp2fsdp{}"), ("mixtral", "ep2pp2dp{}")],
 )
+@pytest.mark.wide("layouts", quick=["gpt-tp2pp2dp{}"])
 def test_a_thousand_times_more_ranks_are_not_a_reason_to_ask_twice_as_much(
     model: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def group(grouping: Grouping, rank: int) -> tuple[int, ...]:
     return tuple(other for other, place in enumerate(places) if is_beside(place))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(groupings())
 def test_a_grouping_gives_each_rank_the_ranks_that_differ_along_its_axes_only(grouping: Grouping) -> None:
     world = range(int(np.prod(grouping.sizes)))
@@ -64,7 +64,7 @@ def test_ranks_are_in_ascending_order(grouping: Grouping, data: st.DataObject) -
         ranks[len(found)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(groupings(), groupings(), st.data())
 def test_equal_sets_of_ranks_are_equal_whatever_axes_name_them(a: Grouping, b: Grouping, data: st.DataObject) -> None:
     world = range(min(int(np.prod(a.sizes)), int(np.prod(b.sizes))))

@@ -54,13 +54,13 @@ def test_no_bit_changes_under_any_schedule(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp2cp2", "tp2dp2", "cp2pp2"])
-@pytest.mark.wide("layouts", quick=["tp2dp2"])
+@pytest.mark.wide("layouts")
 def test_no_bit_changes_along_any_axis(layout: str) -> None:
     assert_same_bits(4, {**SMALL, "parallel.layout": layout})
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2"])
-@pytest.mark.wide("layouts", quick=["pp2"])
+@pytest.mark.wide("layouts")
 def test_no_bit_changes_with_pictures(layout: str) -> None:
     assert_same_bits(2, {**PICTURES, "parallel.layout": layout})
 
@@ -90,8 +90,10 @@ def counted_reads(settings: Mapping[str, Any], steps: int) -> list[int]:
     return read
 
 
-@pytest.mark.parametrize(("layout", "ranks", "readers"), [("tp4pp2", 8, 1), ("tp2dp2", 4, 2)], ids=["tp4pp2", "tp2dp2"])
-@pytest.mark.wide("layouts", quick=["tp2dp2"])
+@pytest.mark.parametrize(
+    ("layout", "ranks", "readers"), [("tp4pp2", 8, 1), ("tp2dp2", 4, 2), ("pp2", 2, 1)], ids=["tp4pp2", "tp2dp2", "pp2"]
+)
+@pytest.mark.wide("layouts", quick=["pp2"])
 def test_each_sample_is_read_once(layout: str, ranks: int, readers: int) -> None:
     settings = {**SMALL, "parallel.layout": layout, "model.num_attention_heads": 4, "trainer.eval_every": 0}
     each = run_workers(ranks, counted_reads, settings, 3)
@@ -198,13 +200,12 @@ def positions(settings: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def test_state_and_position_are_those_of_a_loader_on_each_rank() -> None:
-    for layout, ranks in (("pp2", 2), ("tp2dp2", 4)):
-        each, once = (
-            run_workers(ranks, positions, {"parallel.layout": layout, "parallel.read_once": one})
-            for one in (False, True)
-        )
-        assert once == each
+@pytest.mark.parametrize(("layout", "ranks"), [("pp2", 2), ("tp2dp2", 4)], ids=["pp2", "tp2dp2"])
+@pytest.mark.wide("layouts", quick=["pp2"])
+def test_state_and_position_are_those_of_a_loader_on_each_rank(layout: str, ranks: int) -> None:
+    settings = {"parallel.layout": layout}
+    each, once = (run_workers(ranks, positions, {**settings, "parallel.read_once": one}) for one in (False, True))
+    assert once == each
 
 
 def test_a_message_has_the_bits_of_its_tensors() -> None:

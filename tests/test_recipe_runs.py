@@ -175,6 +175,7 @@ def test_a_figure_of_a_recipe_is_on_the_page_that_it_names() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("deepspeed", VISION)])
+@pytest.mark.wide("session", quick=["experts", "spans", "sft"])
 def test_a_recipe_trains_at_toy_size(name: str, here: Path) -> None:
     record = train_at_toy_size(name)
     recipe = find_recipe(REGISTRY, name)

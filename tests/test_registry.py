@@ -240,7 +240,13 @@ REFUSED = {
 """Commands -> words of the refusal: broken plugins, rivals, and needs that no kernel meets."""
 
 
-@pytest.mark.parametrize("command", REFUSED)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(one, marks=pytest.mark.wide("suites")) if "kernels/" in str(REFUSED[one]) else one
+        for one in REFUSED
+    ],
+)
 def test_a_command_is_refused_with_the_distribution_and_the_reason(
     cli: Cli, installed: Path, tiny: list[str], command: str
 ) -> None:

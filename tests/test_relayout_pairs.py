@@ -19,9 +19,6 @@ NAMED = named_cases(DATA)
 FEW = sorted(few_with_every_value(NAMED))
 """In these cases, every value of every feature occurs."""
 CASES = {name: {**NAMED[name], "resume": "as dp"} for name in dict.fromkeys([*FEW, *sorted(NAMED)[::10]])}
-QUICK = FEW[:1]
-MARKED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.wide("relayout")) for name in CASES]
-
 REFERENCES: dict[str, list[Trace]] = {}
 
 
@@ -33,7 +30,8 @@ def reference(case: dict[str, str], factory: pytest.TempPathFactory) -> list[Tra
     return REFERENCES[key]
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.wide("relayout")
+@pytest.mark.parametrize("name", CASES)
 def test_a_case_that_moves_to_data_parallelism_between_two_steps_gives_the_steps_of_one_process(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -83,6 +83,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.wide("session")
 def test_every_distribution_has_a_wheel_and_a_source_distribution(dist: Path, script) -> None:
     names = {script("distributions").project(folder)["name"] for folder in script("distributions").every()}
     for suffix in ("-py3-none-any.whl", ".tar.gz"):

@@ -63,6 +63,7 @@ def saved(layout: str, wrap: type[Plain], folder: Path) -> Any:
         ("tp2", Merging, {"of": [1]}),  # both read the same part, and either's will do
     ],
 )
+@pytest.mark.wide("data", quick=["dp2-Merging-expected1"])
 def test_a_checkpoint_holds_the_state_of_the_global_order(
     layout: str, wrap: type[Plain], expected: Any, tmp_path: Path
 ) -> None:

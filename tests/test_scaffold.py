@@ -30,9 +30,9 @@ USE = {
 }
 
 
-QUICK = {"commands", "tokenizers", "formats"}
-"""The kinds whose suites take seconds; `pytest --wide scaffold` runs those of the others."""
-SUITES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.wide("scaffold")) for kind in KINDS]
+UNTRAINED = {"commands", "tokenizers", "formats"}
+"""The kinds that no training run uses."""
+SUITES = [kind if kind == "tokenizers" else pytest.param(kind, marks=pytest.mark.wide("scaffold")) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,11 @@ def test_new_plugins_of_all_kinds_install_and_pass_the_checks(cli: Cli, site: Pa
 def test_new_plugins_of_all_kinds_run(cli: Cli, site: Path, tmp_path: Path) -> None:
     """Those that a training run uses run together."""
     trained = [words for words in USE.values() if words[0] == "train"]
-    assert len(trained) == len(KINDS) - len(QUICK)
+    assert len(trained) == len(KINDS) - len(UNTRAINED)
     (tmp_path / "texts.jsonl").write_text('{"text": "some"}\n')
     small = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     together = ("train", *(word for _, *options in trained for word in options), *small)
-    for words in (together, *(USE[kind] for kind in sorted(QUICK))):
+    for words in (together, *(USE[kind] for kind in sorted(UNTRAINED))):
         used = cli(*words, path=site)
         assert used.returncode == 0, used.stderr
 

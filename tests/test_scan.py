@@ -39,6 +39,7 @@ def test_a_slot_of_a_third_party_is_filled_by_the_plugin_that_the_config_names_f
 
 
 @pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.wide("layouts", quick=["False"])
 def test_both_suppliers_and_the_wrap_train_as_the_default_does(reverse: bool) -> None:
     plain = {**SCANNER, "model.reverse": reverse, "kernels.default": None}
     expected = train_steps(plain)

@@ -93,7 +93,7 @@ def chains() -> list[Any]:
 
 
 @pytest.mark.parametrize(("optimizer", "layouts"), chains())
-@pytest.mark.wide("reshard", quick=["muon-layouts1"])
+@pytest.mark.wide("reshard")
 def test_a_run_goes_on_under_any_other_layout_and_keeps_weights_and_moments_to_the_bit(
     optimizer: str,
     layouts: list[tuple[str, int]],

@@ -94,7 +94,7 @@ WIDE = [
 
 
 @pytest.mark.parametrize("layout", layouts(["tp2", "pp2", "fsdp2", "zero2", f"dp2 {RECOMPUTED}"], WIDE))
-@pytest.mark.wide("precision", quick=["tp2", "dp2 memory.recompute.mode=full"])
+@pytest.mark.wide("precision", quick=["dp2 memory.recompute.mode=full"])
 def test_delayed_scales_give_the_run_and_the_states_of_one_process(plant: Plant, layout: str) -> None:
     plant("acme-delayed")
     ranks, settings = under(SETTINGS, layout)
@@ -264,6 +264,7 @@ def trained(settings: Settings, steps: int, directory: Path, resume_from: Path |
     return runs.trained(config, directory, resume_from=resume_from).losses
 
 
+@pytest.mark.wide("reshard")
 def test_histories_resume_under_another_layout(plant: Plant, tmp_path: Path, logical: Any) -> None:
     plant("acme-delayed")
     (whole,) = run_workers(1, trained, {}, 4, tmp_path / "whole")

@@ -59,6 +59,7 @@ def test_plain_torch_passes_every_check_of_every_slot(slot: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("slot", ["Linear.gemm", "Embedding.lookup", "Dropout.rows"])
+@pytest.mark.wide("compile", quick=["Embedding.lookup"])
 def test_plain_torch_traces_into_one_graph(slot: str) -> None:
     assert first_fault(slot, plain_of(slot), torch.float32, lambda trial: trial.compiled_fault(1.0)) == ""
 

@@ -99,40 +99,53 @@ SUITES: dict[str, Callable[[], Any]] = {
 Orthon: type[OptimizerSuite] = type(own_suite("orthon"))
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "fp32",
+        "test_supports_is_a_pure_function_with_three_answers",
+        "test_it_keeps_the_contract",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+    ],
+)
 class TestRingo(type(own_suite("ringo"))):  # type: ignore[misc]
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("nova-ringo")
 
 
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "test_updates_are_those_of_the_reference",
+        "test_it_keeps_the_contract",
+        "test_state_is_what_checkpoints_can_hold",
+    ],
+)
 class TestOrthon(Orthon):  # type: ignore[misc, valid-type]
-    layouts = ("dp2", "pp2")
-
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("nova-orthon")
 
 
+@pytest.mark.wide("suites", quick=["zero2", "test_updates_are_those_of_the_reference"])
 class TestOrthonInOnePass(Orthon):  # type: ignore[misc, valid-type]
     """Where it writes weights itself, and says so."""
-
-    layouts = ("zero2",)
 
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("nova-orthon", *ONE_PASS)
 
 
-@pytest.mark.wide("suites")
-class TestOrthonUnderEveryStrategy(TestOrthon):
-    layouts = None
-
-
-@pytest.mark.wide("suites")
-class TestOrthonInOnePassUnderEveryStrategy(TestOrthonInOnePass):
-    layouts = None
-
-
+@pytest.mark.wide(
+    "suites",
+    quick=[
+        "test_values_and_gradients_are_those_of_plain_torch",
+        "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
+        "test_it_keeps_the_contract",
+        "test_it_has_the_capabilities_that_it_grants",
+    ],
+)
 class TestDelayed(KernelSuite):
     """With a grid that is finer than fp32 and wide enough for any step."""
 
@@ -343,7 +356,7 @@ DROPOUT, ONE_KV_HEAD = (ParallelSuite.variants[name] for name in ("dropout", "on
 WHOLE_STREAM = {**DROPOUT, **ONE_KV_HEAD, "parallel.tp.sequence_parallel": False}
 
 
-@pytest.mark.wide("layouts", quick=["divided stream"])
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("settings", [DROPOUT, WHOLE_STREAM], ids=["divided stream", "whole stream"])
 def test_heads_and_sequence_are_divided_by_two_strategies_at_once(settings: dict[str, Any], plant: Plant) -> None:
     plant("nova-ulys")

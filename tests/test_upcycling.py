@@ -1,6 +1,5 @@
-"""`mplug checkpoint upcycle`: the mixture has the logits of the dense model, and begins runs under layouts."""
+"""`mplug checkpoint upcycle`: the mixture has the logits of the dense model."""
 
-import json
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,28 +94,6 @@ def test_what_changes_the_logits_is_said_and_true(dense: Path, cli_here: Cli) ->
         assert "its logits differ from those of the dense model, because " in done.stdout
         assert reason in done.stdout
         assert error(logits_of(dense.parent / f"mix{number}"), right) > 1e-4
-
-
-def losses(directory: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_mixture_is_the_beginning_of_a_run_under_layouts(dense: Path, cli: Cli, cli_here: Cli) -> None:
-    made = cli_here(
-        "checkpoint", "upcycle", str(dense), "--name", "mix", "--model", "mixtral", *words("model.num_experts=4")
-    )
-    assert made.returncode == 0, made.stderr
-    command = made.stdout.rpartition(": mplug train ")[2].split()
-    few = ["trainer.steps=2", "trainer.eval_every=0", "trainer.micro_batch_size=2", "optimizer.lr=0.01"]
-    every = {}
-    for layout in ("", "ep2"):
-        name = f"of{layout}"
-        options = [*command, "--name", name, "--data", "mock"]
-        parallel = ["--parallel", layout] if layout else []
-        done = cli("train", *options, *parallel, *words(*few))
-        assert done.returncode == 0, done.stderr
-        every[layout] = losses(dense.parent / name)
-    assert every["ep2"] == pytest.approx(every[""], rel=EXACT)
 
 
 def test_a_width_that_the_dense_family_computes_is_asked_for(cli: Cli, cli_here: Cli) -> None:

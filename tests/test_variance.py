@@ -35,7 +35,7 @@ def require_parity(layout: str) -> None:
 @pytest.mark.parametrize(
     "declared", ["return None", DECLARED.replace("2.0**-6", "1e-6")], ids=["nothing", "too little"]
 )
-@pytest.mark.wide("suites", quick=["too little"])
+@pytest.mark.wide("suites")
 def test_the_suite_fails_a_strategy_that_varies_by_more_than_it_declares(plant: Plant, declared: str) -> None:
     plant("acme-squeeze", DECLARED, declared)
     with pytest.raises(Fault, match=r"gradient of .* has an error of"):

@@ -149,6 +149,7 @@ def test_an_evaluation_reads_the_global_order() -> None:
     assert samples == [0, 1, 2]
 
 
+@pytest.mark.wide("layouts")
 def test_metrics_say_how_unequal_the_work_of_ranks_is(tmp_path: Path, cli_here: Cli) -> None:
     draw, line = (
         random.Random(3),

@@ -151,6 +151,10 @@ def few_with_every_value(cases: Mapping[str, Case]) -> set[str]:
     return chosen
 
 
+QUICK = ("pair-000", "pair-220", "pair-340", "pair-412", "packed-009", "encoders-041")
+"""Few of them, for the quick tests: at most six seconds each, of tp, cp, pp, ep, fsdp and zero."""
+
+
 def _cost(case: Case) -> float:
     """CPU seconds of a case, roughly: compiled units cost the most, and the more, the larger their graphs are."""
     strategies = sum(case[name] != "none" for name in STRATEGIES)

@@ -303,24 +303,6 @@ def test_a_run_has_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_config({**PAIRS, "objectives.other.x": 1})
 
 
-LAYOUTS = [
-    "tp2",
-    "pp2",
-    "zero2",
-    "fsdp2",
-    "tp2pp2",
-    "cp2 parallel.cp.method=ulysses",
-    "tp2cp2",
-    "pp2 parallel.pp.schedule=zb-v",
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.wide("layouts", quick=["tp2"])
-def test_a_layout_computes_what_one_process_does(layout: str) -> None:
-    require_parity({**PAIRS, **LORA}, layout)
-
-
 @pytest.mark.parametrize("layout", ["ep2 parallel.ep.dispatch=bounded parallel.ep.room=1.0", "pp2", "cp2", "fsdp2"])
 @pytest.mark.wide("layouts")
 def test_a_layout_computes_what_one_process_does_with_routers(layout: str) -> None:

@@ -168,15 +168,6 @@ def test_an_export_without_a_place_for_the_head_is_refused() -> None:
         refuse_lossy(conversion(model), set(model.parameters()))
 
 
-LAYOUTS = ["tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "cp2", "zero2", "fsdp2", "tp2cp2"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.wide("layouts", quick=["tp2"])
-def test_a_layout_computes_what_one_process_does_with_adapters(layout: str) -> None:
-    require_parity({**PAIRS, **LORA}, layout)
-
-
 UNTIED: dict[str, Any] = {
     "model.name": "llama",
     "model.vocab_size": 64,

@@ -187,6 +187,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.wide("relayout", quick=["memory"])
 @pytest.mark.parametrize(("reason", "before"), FAILURES.items(), ids=("memory", "bug"))
 def test_a_layout_that_a_rank_cannot_build_is_refused_and_the_run_goes_on_under_the_old_one(
     tmp_path: Path, undisturbed: list[dict[str, float]], reason: str, before: Callable[[int], None]
@@ -233,6 +234,7 @@ def failing_within_build(rank: int) -> None:
     mplug.training.assembly._allocate = fails
 
 
+@pytest.mark.wide("relayout")
 def test_a_rank_that_fails_while_others_wait_in_their_build_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="not all ranks can go on: the new layout does not fit into the memory"):
         run_workers(2, trained, str(tmp_path), "dp2", {2: "tp2"}, {}, failing_within_build, timeout=60)
@@ -269,6 +271,7 @@ def trained_with_watchers(folder: str) -> bool:
     return free == [True]
 
 
+@pytest.mark.wide("relayout")
 def test_extensions_that_watch_a_model_keep_nothing_of_it_when_its_layout_changes(
     tmp_path: Path, undisturbed: list[dict[str, float]]
 ) -> None:
@@ -317,6 +320,7 @@ def position_under(layout: str) -> Position:
     return Position(run, build(run))
 
 
+@pytest.mark.wide("relayout")
 def test_portions_of_at_most_1000_bytes_fill_the_same_parts_as_one_message() -> None:
     for different, largest, received, total in run_workers(4, filled_in_portions, "dp2tp2", "pp4", 1000):
         assert different == []

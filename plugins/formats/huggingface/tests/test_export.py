@@ -137,6 +137,20 @@ def outcome(plugin: Any, config: Any) -> dict[str, Any] | str:
         return str(reason)
 
 
+@pytest.mark.wide(
+    "configs",
+    quick=[
+        "qwen3_next",
+        "deepseek_v3",
+        "gpt_oss",
+        "granitemoehybrid",
+        "nemotron_h",
+        "kimi_linear",
+        "llama",
+        "mixtral",
+        "gpt2",
+    ],
+)
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_setting_is_written_or_refused_by_its_name_or_has_no_effect(kind: str) -> None:
     base, plugin, free = described(tiny(kind)), plugin_of(kind), of_training(kind)
@@ -203,6 +217,7 @@ NOT_PUBLISHED = {"mixtral": ("fine16b", "tiny")}
 """Presets of shapes that no class of the library has."""
 
 
+@pytest.mark.wide("configs", quick=["deepseek-deepseek_v3", "gemma-gemma2", "gpt-oss-gpt_oss"])
 @pytest.mark.parametrize(("family", "kind"), PRESETS)
 def test_every_preset_of_a_published_model_is_exported(family: str, kind: str) -> None:
     plugin = plugin_of(kind)

@@ -246,6 +246,7 @@ def test_a_head_that_equals_the_tied_embedding_changes_nothing(folder: Folder, m
     loaded(changed(path, of_other_types))
 
 
+@pytest.mark.wide("fuzz", quick=["place1"])
 @pytest.mark.parametrize("place", [(0, 0), (VOCAB - 1, 31), (VOCAB // 2, 3)])
 def test_a_head_that_differs_in_one_value_is_refused_with_both_names(
     place: tuple[int, int], folder: Folder, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,20 @@ def require_equal(found: Path, expected: Path) -> None:
         assert torch.equal(one[name][1], tensor), name
 
 
+@pytest.mark.wide(
+    "families",
+    quick=[
+        "qwen3.5-moe",
+        "kimi-linear",
+        "deepseek-v2",
+        "granite-4",
+        "nemotron",
+        "gpt-oss",
+        "gpt2",
+        "gemma2",
+        "llama, biases, tied",
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_library(family: str, models: Made) -> None:
     folder, theirs = models[family]
@@ -87,6 +101,7 @@ def test_greedy_tokens_are_those_that_the_library_generates_with_its_states(fami
     assert torch.equal(given, expected)
 
 
+@pytest.mark.wide("families", quick=["gpt-oss"])
 @pytest.mark.parametrize("family", quick("gpt2", "gpt-oss"))
 def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path, cli_here: Cli) -> None:
     source = tmp_path / "source"
@@ -295,6 +310,7 @@ def with_tokenizer(folder: Path) -> Any:
     return made
 
 
+@pytest.mark.wide("families")
 @pytest.mark.parametrize("family", quick("gpt2"))
 def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path: Path, cli_here: Cli) -> None:
     """64 tokens, once after a prompt and once as an answer in the folder's chat template; then up to an end token."""

@@ -54,6 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("encoders"))
 
 
+@pytest.mark.wide("families", quick=["roberta"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: str, made: Folders) -> None:
     folder, library = made[kind]

@@ -44,7 +44,7 @@ def require_equal(settings: dict[str, Any], ranks: int = 1, **layout: Any) -> No
     assert weights_off(traces, reference) == ""
 
 
-@pytest.mark.wide("layouts", quick=["llama", "lora", "recomputed units", "pairs"])
+@pytest.mark.wide("layouts", quick=["pairs"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_in_tiles_is_the_run_without_them(model: str) -> None:
     require_equal(MODELS[model])

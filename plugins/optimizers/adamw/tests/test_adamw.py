@@ -97,6 +97,7 @@ def test_a_code_of_a_code_is_that_code_and_a_small_second_moment_stays_above_zer
 EIGHT: dict[str, Any] = {"optimizer.moments": "8bit", "optimizer.eps": 1e-3}
 
 
+@pytest.mark.wide("layouts", quick=["zero2"])
 @pytest.mark.parametrize("layout", ["tp2", "zero2"])
 def test_codes_of_8_bits_are_those_of_one_process(layout: str) -> None:
     require_parity(EIGHT, layout)

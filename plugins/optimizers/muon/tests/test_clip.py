@@ -147,6 +147,7 @@ def test_the_bias_of_queries_and_keys_shrinks_too() -> None:
 # Layouts.
 
 
+@pytest.mark.wide("layouts", quick=["tp2 of one KV head"])
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

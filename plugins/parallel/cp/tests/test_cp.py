@@ -66,7 +66,7 @@ PACKED_UNDER = [
 ]
 
 
-@pytest.mark.wide("layouts", quick=["40-cp2-ring", "9-cp2-documents", "9-cp2-chunks"])
+@pytest.mark.wide("layouts", quick=["9-cp2-documents"])
 @pytest.mark.parametrize(("layout", "method"), PACKED_UNDER)
 @pytest.mark.parametrize("documents", [1, 2, 9, 40])
 def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_process(
@@ -90,7 +90,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 """What documents that stay whole are combined with."""
 
 
-@pytest.mark.wide("layouts", quick=["cp2dp2 parallel.balance=true"])
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", BESIDE)
 def test_documents_that_stay_whole_give_the_run_of_one_process_beside_others(layout: str) -> None:
     require_parity({**DOCUMENTS, **BY_DOCUMENTS, **BESIDE[layout]}, layout)

@@ -49,6 +49,7 @@ def losses(settings: dict[str, Any]) -> tuple[list[float], list[float]]:
     return trace.losses, trace.norms
 
 
+@pytest.mark.wide("layouts")
 def test_copies_change_no_bit_of_messages() -> None:
     assert run_workers(2, losses, {**BF16, **BOTH}) == run_workers(2, losses, BF16)
 
@@ -105,6 +106,7 @@ def late(settings: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.wide("suites")
 def test_the_memory_of_these_tests_notices_a_rank_that_does_not_wait() -> None:
     assert run_workers(2, late, {}) == [True, True]
 

@@ -23,15 +23,8 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide("layouts", quick=["zero4ep2 optimizer.name=muon"])
 @pytest.mark.parametrize("layout", QUICK)
-@pytest.mark.wide(
-    "layouts",
-    quick=[
-        "zero4ep2 optimizer.name=muon",
-        "zero2pp2 parallel.zero.stage=2 model.tie_embeddings=true",
-        "zero1cp2 parallel.zero.over=data",
-    ],
-)
 def test_zero_beside_others_gives_the_run_of_one_process(layout: str) -> None:
     settings = under(layout, {**SMALL, **QUICK[layout]})
     require_parity(settings, settings["parallel.layout"])
@@ -46,5 +39,6 @@ def test_stage_2_under_a_schedule_that_splits_backward_is_refused_by_the_ranks_o
     assert_refused("zero2pp2 parallel.pp.schedule=zb-h1", FROZEN_STAGE, *said)
 
 
+@pytest.mark.wide("layouts")
 def test_a_frozen_stage_has_no_buckets_and_the_run_is_that_of_one_process() -> None:
     require_parity(FROZEN_STAGE, "zero2pp2")

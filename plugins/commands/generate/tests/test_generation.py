@@ -25,6 +25,7 @@ def recomputed(sampler: Sampler, prompts: list[list[int]], context: int = CONTEX
     return found
 
 
+@pytest.mark.wide("families", quick=["gpt-oss", "deepseek", "gpt"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_unequal_prompts_with_a_cache_give_the_tokens_of_full_recomputation(family: str) -> None:
     _, sampler = built(FAMILIES[family])

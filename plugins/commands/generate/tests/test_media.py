@@ -162,6 +162,7 @@ def of_rank(changes: dict[str, Any]) -> list[list[int]]:
 WIDE = pytest.mark.wide("layouts")
 
 
+@pytest.mark.wide("families", quick=["pp2-2-changes1"])
 @pytest.mark.parametrize(
     ("layout", "world", "changes"),
     [
@@ -253,6 +254,7 @@ def letters(self: Mock) -> Letters:
     return Letters()
 
 
+@pytest.mark.wide("families")
 def test_a_run_continues_texts_with_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli_here: Callable[..., Any]
 ) -> None:

@@ -202,6 +202,7 @@ def test_without_the_setting_no_step_is_recorded_and_no_message_says_so() -> Non
 # Compiled steps.
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_step_gives_the_tokens_of_eager_steps(family: str) -> None:
@@ -248,6 +249,7 @@ def test_a_step_that_inductor_compiles_gives_the_tokens_of_eager_steps() -> None
     assert found == texts(sampler, PROMPTS[:3], sampling=HOT)
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")
 def test_a_unit_with_hooks_stays_eager() -> None:
     run, sampler = built({**FAMILIES["llama"], "trainer.compile": "aot_eager"})

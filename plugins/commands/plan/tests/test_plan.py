@@ -133,6 +133,7 @@ def test_a_default_kernel_fills_the_kinds_that_it_offers_unless_one_is_left_to_p
 # Bytes and seconds.
 
 
+@pytest.mark.wide("layouts", quick=["zero2-", "tp2dp2-optimizer.name=muon", "pp2-"])
 @pytest.mark.parametrize(
     ("layout", "words"),
     [

@@ -373,6 +373,7 @@ def test_all_ranks_read_the_name_of_the_stopped_rank_from_the_store(
     assert "last seen in step 4, stopped sending heartbeats" in text
 
 
+@pytest.mark.wide("loggers")
 def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +421,7 @@ def test_an_error_of_the_connection_to_the_store_does_not_end_the_run(
     assert len({id(connection) for connection in calls[:5]}) == 3
 
 
+@pytest.mark.wide("loggers", quick=["True-DistBackendError", "False-RuntimeError0"])
 @pytest.mark.parametrize(
     "error",
     [

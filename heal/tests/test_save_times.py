@@ -100,10 +100,7 @@ def steps_of_a_second(rank: int) -> float:
 def test_all_ranks_save_at_the_interval_that_rank_0_measures(tmp_path: Path) -> None:
     first = 1 + FIRST
     interval = 19  # sqrt(2 * 2 * 100) * (1 + 0.1 / 3 + 0.01 / 9) - 2 = 18.69
-    assert (
-        run_workers(2, saves, str(tmp_path), "dp2", steps_of_a_second)
-        == [[first, first + interval, 31]] * 2
-    )
+    assert run_workers(2, saves, str(tmp_path), "dp2", steps_of_a_second) == [[first, first + interval, 31]] * 2
 
 
 def test_the_run_says_what_a_failure_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

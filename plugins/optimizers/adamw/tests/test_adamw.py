@@ -60,6 +60,7 @@ class TestWithMomentsInBF16(TestAdamW):
     checks_fields = False
 
 
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_weights_of_one_process"])
 class TestWithMomentsOf8Bits(TestAdamW):
     """The reference has exact moments; a code is off by up to 1 of 127 roots. Weights of layouts are equal below."""
 

@@ -53,7 +53,7 @@ EVERYTHING = {
 
 
 @pytest.mark.wide("experts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["all-gather", "everything"])
-@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["ep2"])
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestExpertParallel(ParallelSuite):
     plugin = "ep"
     settings = EXPERTS

@@ -159,6 +159,22 @@ CASES = {
     "test_it_leaves_nothing_open_or_running": ("loggers", {"failed"}),
 }
 """Tests of suites with cases that differ little: the wide set, and the cases that stay quick."""
+OF_A_DESCRIPTION = {
+    "test_documents_of_a_packed_sample_are_apart",
+    "test_its_external_names_cover_it",
+    "test_its_flops_are_those_of_its_matrix_products",
+    "test_its_loss_is_a_sum_with_a_count",
+    "test_its_plan_covers_exactly_its_parameters",
+    "test_its_presets_are_valid",
+    "test_it_computes_what_its_reference_computes",
+    "test_it_is_installed_and_says_which_mplug_it_speaks",
+    "test_it_keeps_the_contract",
+    "test_its_config_survives_being_saved_and_read_again",
+    "test_sampling_with_a_cache_is_exact",
+    "test_the_plan_names_the_axes_of_all_that_flows",
+}
+DESCRIBED = {"gemma", "llama", "mixtral", "qwen", "qwen-vl"}
+"""Families that describe the shared decoder: quick are the tests of what they describe, not those of its blocks."""
 OF_VARIANT = {
     "test_a_layout_computes_what_one_process_does",
     "test_a_layout_gives_the_run_of_one_process",
@@ -206,6 +222,8 @@ def wide_by_rule(item: pytest.Item) -> set[str]:
         return {INHERITED[name][0]}
     if name in CASES and hasattr(item, "callspec") and item.callspec.id not in CASES[name][1]:
         return {CASES[name][0]}
+    if suite.kind == "models" and plugin in DESCRIBED and name not in OF_A_DESCRIPTION:  # type: ignore[union-attr]
+        return {"families"}
     is_variant = FIRST.setdefault(f"{suite.kind}/{plugin}", suite) is not suite  # type: ignore[union-attr]
     return {"suites"} if is_variant and name not in OF_VARIANT else set()
 

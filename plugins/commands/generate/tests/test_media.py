@@ -138,6 +138,7 @@ def recomputed(changes: dict[str, Any]) -> list[list[int]]:
 KINDS = {"3": {}, "2.5": {"model.vision": {**TOWER, **WINDOWS}, "model.rope_division": "contiguous"}}
 
 
+@pytest.mark.wide("families", quick=["3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_gives_the_tokens_of_full_recomputation_and_runs_the_tower_once(kind: str) -> None:
     run, sampler = built(KINDS[kind])

@@ -38,6 +38,7 @@ COMPILED = [name if name == "gemma" else pytest.param(name, marks=pytest.mark.wi
 """Gemma has blocks of two kinds."""
 
 
+@pytest.mark.wide("families", quick=["deepseek"])
 @pytest.mark.parametrize("family", SOME)
 def test_a_replayed_step_gives_the_tokens_of_eager_steps(family: str) -> None:
     """Operations of a CPU are replayed as a graph replays kernels, also for a second batch, and past a window."""

@@ -301,6 +301,7 @@ def test_nobody_computes_for_a_client_that_has_gone(streams: bool) -> None:
         assert engine.num_tokens < 50
 
 
+@pytest.mark.wide("site")
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> None:
     with serving(tokenizer=Chatting()) as (client, _):

@@ -201,7 +201,7 @@ def test_a_blend_reads_each_data_set_in_its_own_order(tmp_path: Path, streaming:
     assert all(len(one) == 1 for one in letters)
 
 
-@pytest.mark.wide("data", quick=["text-False"])
+@pytest.mark.wide("data")
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", ["text", "prompt"])
 def test_a_blend_resumes_exactly_under_another_layout(tmp_path: Path, streaming: bool, form: str) -> None:

@@ -53,6 +53,7 @@ def output_of(cli: Cli, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide("data")
 def test_generate_and_evaluate_read_a_model_and_a_text_at_addresses(
     tmp_path: Path, model: Path, bucket: str, cli: Cli
 ) -> None:

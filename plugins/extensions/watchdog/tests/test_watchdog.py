@@ -201,6 +201,7 @@ def test_a_step_after_a_change_of_the_layout_may_last_as_long_as_the_first_one()
     assert allowed == [1800, 300, 300, 1800, 1800]
 
 
+@pytest.mark.wide("loggers")
 def test_a_wait_for_an_asynchronous_write_may_take_hours_and_does_not_count_as_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ CASES = [
 ]
 
 
-@pytest.mark.wide("families", quick=["dp2cp2 tiled, packed and balanced"])
+@pytest.mark.wide("families")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "settings"), CASES)

@@ -83,7 +83,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(
     assert_exported_as_it_was(folder, {**ONE_STEP, "model.vision.init_std": 0.3}, tmp_path, cli_here)
 
 
-@pytest.mark.wide("families", quick=["qwen2"])
+@pytest.mark.wide("families", quick=["tiled"])
 def test_a_config_of_its_own_describes_the_model_to_the_library(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:

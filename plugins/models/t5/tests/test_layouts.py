@@ -69,10 +69,10 @@ CASES = [
 ]
 
 
+@pytest.mark.wide("families")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "settings"), CASES)
-@pytest.mark.wide("families", quick=["cp2 first"])
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 

@@ -140,7 +140,7 @@ def of_pairs(parts: Parts, batch: dict[str, Tensor], first: list[tuple[Tensor, T
     return pairs
 
 
-@pytest.mark.wide("layouts", quick=["sigmoid", "ipo", "orpo"])
+@pytest.mark.wide("suites", quick=["sigmoid", "orpo"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_losses_gradients_and_figures_are_those_of_the_formulas(name: str) -> None:
     """In the second step, whose reference are the weights before the first one; each answer is computed alone."""

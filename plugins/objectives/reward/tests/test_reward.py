@@ -59,6 +59,7 @@ def pairs_of(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.wide("suites", quick=["whole"])
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["whole", "lora"])
 def test_losses_gradients_and_figures_are_those_of_the_formula(adapters: dict[str, Any]) -> None:
     """Each answer is computed alone. With adapters, the head is trained beside them."""

@@ -131,6 +131,7 @@ def test_a_ring_leaves_out_the_steps_at_which_windows_see_nothing(window: int | 
     assert list(steps_of(4, 16, Sight(True, window))) == steps
 
 
+@pytest.mark.wide("layouts")
 @given(st.data(), SIZES, CHUNKS, SIGHTS)
 def test_of_a_part_each_document_has_the_queries_and_the_keys_that_are_its_own(
     data: st.DataObject, size: int, chunk: int, sight: Sight

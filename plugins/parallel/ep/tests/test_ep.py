@@ -250,7 +250,7 @@ def hostile_alone() -> Trace:
     return run_workers(1, train_steps, EXPERTS, all_tokens_to_the_first_experts)[0]
 
 
-@pytest.mark.wide("experts", quick=["ep2"])
+@pytest.mark.wide("experts")
 @pytest.mark.parametrize(
     "layout",
     ["ep2", "ep2 parallel.ep.dispatch=bounded", "ep2 parallel.ep.dispatch=all_gather", "ep4", "etp2", "ep2etp2"],

@@ -76,6 +76,7 @@ def writes(settings: dict[str, Any]) -> tuple[list[int], int, list[bool]]:
     return written, len(parts.model.own_units), began
 
 
+@pytest.mark.wide("layouts")
 def test_rows_are_written_once_for_each_version_of_the_weights() -> None:
     for written, number, versions in run_workers(2, writes, {**BF16, "parallel.fsdp.transport": "copy_engines"}):
         assert sorted(written) == sorted([*range(number)] * 2)

@@ -212,6 +212,7 @@ def refusing_to_continue(rank: int) -> None:
     Position.load_plain = fails  # type: ignore[assignment,method-assign]
 
 
+@pytest.mark.wide("relayout")
 def test_a_loader_that_cannot_continue_under_the_new_layout_leaves_the_run_under_the_old_one(
     tmp_path: Path, undisturbed: list[dict[str, float]]
 ) -> None:
@@ -251,6 +252,7 @@ def trained_like_on_a_gpu(folder: str) -> tuple[str, Answers]:
     return trained(folder, "dp2", {2: "tp2"}, {"trainer.eval_every": 0})
 
 
+@pytest.mark.wide("relayout")
 def test_a_request_is_served_if_its_step_is_read_after_the_next_one_has_begun(tmp_path: Path) -> None:
     results = run_workers(2, trained_like_on_a_gpu, str(tmp_path))
     assert [layout for layout, _ in results] == ["tp2", "tp2"]

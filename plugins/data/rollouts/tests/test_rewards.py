@@ -64,6 +64,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.wide("data", quick=["failing", "dying", "texts"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_function_that_fails_is_named_with_the_prompt(name: str) -> None:
     with pytest.raises(UsageError, match=FAULTS[name]):

@@ -54,6 +54,7 @@ def steps(parts: Parts, run: Any, numbers: range, lr: float = 0.02) -> list[tupl
     return found
 
 
+@pytest.mark.wide("compile")
 def test_units_that_training_compiles_sample_as_they_are() -> None:
     """Each length of a prompt would be compiled anew; the completions are those of a run that compiles nothing."""
     found = []

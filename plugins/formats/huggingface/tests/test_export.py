@@ -231,6 +231,7 @@ def test_explain_says_whether_the_model_can_be_exported(tmp_path: Path, cli_here
     assert "cannot express model.capacity_factor=1.25" in shown
 
 
+@pytest.mark.wide("configs")
 def test_a_run_that_begins_with_a_published_model_says_at_its_start_that_it_cannot_be_exported(
     tmp_path: Path, cli_here: Cli
 ) -> None:

@@ -265,6 +265,7 @@ def pack_experts(source: Path, target: Path) -> Path:
     return with_twin(source, target, stored, plain, {"quant_method": "mxfp4"})
 
 
+@pytest.mark.wide("families")
 def test_packed_experts_equal_their_dequantised_twin(tmp_path: Path) -> None:
     save(FAMILIES["gpt-oss"](intermediate_size=64, num_hidden_layers=2), tmp_path / "source")
     twin = pack_experts(tmp_path / "source", tmp_path / "packed")

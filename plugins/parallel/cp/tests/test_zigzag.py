@@ -88,6 +88,7 @@ def numbered_groups(borders: set[int], whole: int) -> torch.Tensor:
     return torch.where(stretch % 2 == 1, stretch, -1)[None]
 
 
+@pytest.mark.wide("layouts", quick=["gathered"])
 @pytest.mark.parametrize("parts", [ring, gathered])
 @given(data=st.data(), size=SIZES, chunk=CHUNKS, sight=SIGHTS)
 def test_every_query_sees_every_key_that_it_may_see_once(  # type: ignore[no-untyped-def]

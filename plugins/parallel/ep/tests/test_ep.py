@@ -273,8 +273,8 @@ MISTAKES: list[tuple[str, Callable[[], None]]] = [
 ]
 
 
+@pytest.mark.wide("suites", quick=["dp4ep2-experts_left_to_themselves"])
 @pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda one: getattr(one, "__name__", one))
-@pytest.mark.wide("suites", quick=["dp4ep2-experts_left_to_themselves", "ep2-router_gradient_stays_local"])
 def test_the_comparison_catches(layout: str, mistake: Callable[[], None]) -> None:
     assert difference_of(layout, EXPERTS, mistake)
 

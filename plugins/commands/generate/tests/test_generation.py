@@ -77,6 +77,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.wide("families", quick=["tp2pp2-gpt-changes6", "tp2-gpt-changes0"])
 @pytest.mark.parametrize(("layout", "family", "changes"), LAYOUTS)
 def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, changes: dict[str, Any]) -> None:
     settings = {**FAMILIES[family], **changes, "parallel.layout": layout}

@@ -163,7 +163,7 @@ def of_rank(changes: dict[str, Any]) -> list[list[int]]:
 WIDE = pytest.mark.wide("layouts")
 
 
-@pytest.mark.wide("families", quick=["pp2-2-changes1"])
+@pytest.mark.wide("families")
 @pytest.mark.parametrize(
     ("layout", "world", "changes"),
     [

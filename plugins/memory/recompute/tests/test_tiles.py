@@ -64,7 +64,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide("layouts", quick=["tp2"])
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_in_tiles_gives_the_run_of_one_process_without_them(layout: str) -> None:
     word = layout.partition(",")[0]

@@ -159,6 +159,7 @@ def test_a_folder_with_classes_gives_the_librarys_logits_and_is_exported_as_it_w
     assert {str(number): name for number, name in again.config.id2label.items()} == NAMES
 
 
+@pytest.mark.wide("families")
 def test_a_folder_with_masked_tokens_begins_a_model_with_classes(made: Folders) -> None:
     """Only the new head is left out."""
     classes = {"model__head": "sequences", "model__labels": ["a", "b", "c"]}

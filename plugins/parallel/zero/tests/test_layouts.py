@@ -23,7 +23,7 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide("layouts", quick=["zero4ep2 optimizer.name=muon"])
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", QUICK)
 def test_zero_beside_others_gives_the_run_of_one_process(layout: str) -> None:
     settings = under(layout, {**SMALL, **QUICK[layout]})

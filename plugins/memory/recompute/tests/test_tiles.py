@@ -64,13 +64,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_in_tiles_gives_the_run_of_one_process_without_them(layout: str) -> None:
-    word = layout.partition(",")[0]
-    require_equal(PACKED, 4 if len(word) > 5 else 2, **{"parallel.layout": word, **LAYOUTS[layout]})
-
-
 @pytest.mark.wide("compile")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("model", ["llama", "lora"])

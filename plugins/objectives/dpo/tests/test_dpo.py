@@ -15,7 +15,6 @@ from mplug import UsageError
 from mplug.training.assembly import Parts, build
 from mplug_testing.harness import in_fp64, tiny_config, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
-from mplug_testing.parity import require_parity
 
 PAIRS: dict[str, Any] = {
     "data.name": "mock",
@@ -301,12 +300,6 @@ def test_what_cannot_be_computed_is_refused_before_it_starts(sentence: str) -> N
 def test_a_run_has_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="a run has one loss, and dpo and other each compute one"):
         tiny_config({**PAIRS, "objectives.other.x": 1})
-
-
-@pytest.mark.parametrize("layout", ["ep2 parallel.ep.dispatch=bounded parallel.ep.room=1.0", "pp2", "cp2", "fsdp2"])
-@pytest.mark.wide("layouts")
-def test_a_layout_computes_what_one_process_does_with_routers(layout: str) -> None:
-    require_parity({**ROUTED, "model.num_layers": 2, "memory.tiles.mlp": 7, "memory.tiles.loss": 7}, layout)
 
 
 def test_pairs_without_an_objective_are_refused_with_the_option_that_names_one() -> None:

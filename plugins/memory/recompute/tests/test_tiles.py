@@ -50,20 +50,6 @@ def test_a_run_in_tiles_is_the_run_without_them(model: str) -> None:
     require_equal(MODELS[model])
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {},
-    "tp2, whole sequences": {"parallel.tp.sequence_parallel": False},
-    "cp2": {},
-    "cp2, ulysses": {"parallel.cp.method": "ulysses"},
-    "pp2": {},
-    "pp2, zb-h1": {"parallel.pp.schedule": "zb-h1"},
-    "fsdp2": {},
-    "zero2": {"parallel.zero.stage": 2},
-    "cp2tp2": {},
-    "cp2pp2": {},
-}
-
-
 @pytest.mark.wide("compile")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("model", ["llama", "lora"])

@@ -103,53 +103,138 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 TRYING_FIELDS = "test_every_field_of_its_config_has_an_effect"
-PLUGINS = {"chunked", "delayed", "energon", "indexed", "ringo"}
-RUNS_PER_FIELD = {"extensions", "memory", "models", "objectives", "parallel", "precisions"} | PLUGINS
-"""Kinds, and plugins of other kinds, whose suites compute a run or more for each field of a Config."""
 INHERITED = {
+    TRYING_FIELDS: ("suites", {"bytes", "gpt", "labelled", "lion", "mock", "schedulefree", "sgd", "text", "tiktoken"}),
+    "test_neither_importing_nor_configuring_it_imports_torch": (
+        "suites",
+        {"adamw", "data", "dpo", "fsdp", "gpt", "lora", "mock", "plan", "recompute", "tensorboard"},
+    ),
     "test_replayed_steps_are_steps": ("families", {"gpt"}),
-    "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
+    "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", set()),
     "test_neither_micro_batches_nor_a_compiler_change_a_result": ("compile", set()),
-    "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
-    "test_what_its_modules_mix_is_declared": ("families", {"bert", "gpt", "granite", "mixtral", "t5"}),
-    "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),
+    "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"pp"}),
+    "test_what_its_modules_mix_is_declared": ("families", {"gpt", "granite", "t5"}),
+    "test_its_gradients_are_differences_of_its_loss": ("families", {"gpt", "gpt-oss", "granite", "kimi-linear", "t5"}),
+    "test_what_is_frozen_changes_no_other_gradient": ("families", {"deepseek", "gpt", "granite", "t5"}),
+    "test_a_seed_gives_one_model_and_one_loss": ("families", {"bert", "deepseek", "gpt", "granite", "t5"}),
+    "test_gradients_of_two_micro_batches_add_up_in_the_sinks": (
+        "families",
+        {"bert", "deepseek", "gpt", "granite", "t5"},
+    ),
+    "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp"}),
+    "test_an_odd_degree_is_refused_or_gives_the_run_of_one_process": (
+        "layouts",
+        {"cp", "dp", "ep", "fsdp", "tp", "zero"},
+    ),
     "test_it_leaves_nothing_open_or_running": ("loggers", {"tensorboard"}),
-    "test_it_survives_a_resume": ("loggers", {"tensorboard"}),
-    "test_it_works_on_every_rank": ("loggers", {"tensorboard"}),
+    "test_it_survives_a_resume": ("loggers", set()),
+    "test_it_works_on_every_rank": ("loggers", set()),
     "test_its_files_tell_of_the_whole_run_after_a_resume": ("loggers", {"tensorboard"}),
-    "test_micro_batches_may_differ_in_size": ("layouts", {"dp", "pp", "zero"}),
+    "test_it_writes_the_files_that_it_says_and_no_other": ("loggers", {"losspicture"}),
+    "test_its_hooks_are_called_in_the_order_of_a_run": ("loggers", {"tensorboard"}),
+    "test_a_run_with_it_under_a_layout_is_the_run_without_it": ("layouts", set()),
+    "test_a_run_under_a_layout_is_that_of_one_process": ("layouts", set()),
+    "test_a_run_with_it_is_the_run_without_it": ("loggers", {"recompute", "tensorboard", "watchdog"}),
+    "test_micro_batches_may_differ_in_size": ("layouts", {"pp", "zero"}),
+    "test_wrong_arguments_are_refused_in_a_sentence": (
+        "suites",
+        {"data", "generate", "plan"},
+    ),
+    "test_a_layout_computes_what_one_process_does": ("layouts", {"grpo"}),
+    "test_a_run_trains_on_it_and_resumes": ("data", {"indexed", "mock"}),
+    "test_a_loader_leaves_nothing_running": ("data", {"energon", "text"}),
+    "test_a_seed_gives_one_order_in_every_process": ("data", {"energon", "indexed", "mock", "rollouts"}),
 }
 """Tests of suites that repeat a run of the same layout or blocks: the wide set, and the plugins that stay quick."""
 CASES = {
     "test_it_resumes_exactly": ("data", {"train-(4, 2)", "validation-(1, 4)"}),
-    "test_a_layout_computes_what_one_process_does": (
+    "test_a_run_finds_no_fault_in_its_micro_batches": ("data", {"train-2"}),
+    "test_ranks_together_read_what_one_rank_reads": ("data", {"train-4"}),
+    "test_a_run_of_another_length_has_the_same_order_or_is_refused_the_state": ("data", {"train"}),
+    "test_samples_have_one_order_whatever_the_portions_and_micro_batches": ("data", {"train"}),
+    "test_the_model_keeps_its_parameters": ("layouts", {"experts"}),
+    "test_a_layout_is_data": ("layouts", {"cp2", "dp2", "ep2", "ep2etp2", "fsdp2", "pp2", "tp2", "zero2"}),
+    "test_a_layout_computes_what_one_process_does": ("layouts", {"cp2"}),
+    "test_a_layout_gives_the_run_of_one_process": (
         "layouts",
-        {"tp2", "cp2", "pp2", "pp2 parallel.pp.schedule=zb-h1"},
+        {"cp2", "cp2dp2", "dp2", "ep2", "ep2etp2", "fsdp2", "pp2", "tp2", "zero2"},
     ),
+    "test_a_layout_gives_the_weights_of_one_process": ("layouts", {"zero2"}),
+    "test_a_variant_gives_the_run_of_one_process": (
+        "layouts",
+        {"everything", "everything-whole-stream-overlap", "offloaded", "ulysses"},
+    ),
+    "test_a_run_with_it_is_the_run_without_it": ("precision", {"tiny-fp32"}),
+    "test_it_leaves_nothing_open_or_running": ("loggers", {"failed"}),
 }
 """Tests of suites with cases that differ little: the wide set, and the cases that stay quick."""
-OF_FIRST = {"test_neither_importing_nor_configuring_it_imports_torch", TRYING_FIELDS}
-"""Tests of suites about what all variants of a plugin have: only the first suite of the plugin is quick."""
+OF_A_DESCRIPTION = {
+    "test_documents_of_a_packed_sample_are_apart",
+    "test_its_external_names_cover_it",
+    "test_its_flops_are_those_of_its_matrix_products",
+    "test_its_loss_is_a_sum_with_a_count",
+    "test_its_plan_covers_exactly_its_parameters",
+    "test_its_presets_are_valid",
+    "test_it_computes_what_its_reference_computes",
+    "test_it_is_installed_and_says_which_mplug_it_speaks",
+    "test_it_keeps_the_contract",
+    "test_its_config_survives_being_saved_and_read_again",
+    "test_sampling_with_a_cache_is_exact",
+    "test_the_plan_names_the_axes_of_all_that_flows",
+}
+DESCRIBED = {"gemma", "llama", "mixtral", "nemotron", "qwen", "qwen-vl"}
+"""Families that describe the shared decoder: quick are the tests of what they describe, not those of its blocks."""
+OF_VARIANT = {
+    "test_a_layout_computes_what_one_process_does",
+    "test_a_layout_gives_the_run_of_one_process",
+    "test_a_layout_gives_the_weights_of_one_process",
+    "test_a_later_token_changes_no_earlier_logit",
+    "test_a_micro_batch_is_what_the_contract_says",
+    "test_a_run_with_it_is_the_run_without_it",
+    "test_a_variant_gives_the_run_of_one_process",
+    "test_attention_is_causal",
+    "test_documents_of_a_packed_sample_are_apart",
+    "test_every_sample_comes_once_an_epoch",
+    "test_it_computes_what_its_reference_computes",
+    "test_it_resumes_exactly",
+    "test_its_buffers_are_what_it_declares",
+    "test_its_external_names_cover_it",
+    "test_its_flops_are_those_of_its_matrix_products",
+    "test_its_plan_covers_exactly_its_parameters",
+    "test_less_stays_on_the_device",
+    "test_one_pass_writes_weights",
+    "test_replayed_steps_are_steps",
+    "test_sampling_with_a_cache_is_exact",
+    "test_several_optimizers_update_their_pieces_as_one_does",
+    "test_the_plan_names_the_axes_of_all_that_flows",
+    "test_updates_are_those_of_the_reference",
+    "test_values_and_gradients_are_those_of_plain_torch",
+    "test_what_a_kernel_draws_is_drawn_again",
+}
+"""Tests of suites about what differs between the variants of a plugin. Others are quick for its first suite only."""
 FIRST: dict[str, type] = {}
 """The first suite of each plugin, in the order of the collection."""
 
 
 def wide_by_rule(item: pytest.Item) -> set[str]:
-    """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt.
+    """The wide set of a test that a bundled plugin inherits from a suite, if it is not quick there.
 
-    INHERITED, CASES and OF_FIRST list what suites repeat.
+    INHERITED and CASES list what suites repeat, OF_VARIANT what more than the first suite of a plugin tries quickly.
     """
     suite = getattr(item, "cls", None)
     plugin = getattr(suite, "plugin", "").rpartition("/")[2]
     name = getattr(item, "originalname", item.name)
-    if plugin and name in INHERITED and plugin not in INHERITED[name][1]:
+    inherited = getattr(getattr(suite, name, None), "__module__", "").startswith("mplug_testing")
+    if not plugin or not inherited or item.get_closest_marker("gpu"):
+        return set()
+    if name in INHERITED and plugin not in INHERITED[name][1]:
         return {INHERITED[name][0]}
-    if plugin and name in CASES and item.callspec.id not in CASES[name][1]:  # type: ignore[attr-defined]
+    if name in CASES and hasattr(item, "callspec") and item.callspec.id not in CASES[name][1]:
         return {CASES[name][0]}
-    if plugin and name in OF_FIRST and FIRST.setdefault(suite.plugin, suite) is not suite:
-        return {"suites"}
-    is_costly = plugin != "gpt" and not RUNS_PER_FIELD.isdisjoint({plugin, getattr(suite, "kind", "")})
-    return {"suites"} if is_costly and item.name == TRYING_FIELDS else set()
+    if suite.kind == "models" and plugin in DESCRIBED and name not in OF_A_DESCRIPTION:  # type: ignore[union-attr]
+        return {"families"}
+    is_variant = FIRST.setdefault(f"{suite.kind}/{plugin}", suite) is not suite  # type: ignore[union-attr]
+    return {"suites"} if is_variant and name not in OF_VARIANT else set()
 
 
 def wide_sets(item: pytest.Item) -> set[str]:

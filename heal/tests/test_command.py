@@ -1,81 +1,85 @@
-"""`mplug runs relayout`: real processes change their layout, refuse one, and end."""
+"""`mplug runs relayout`: a run of two processes changes its layout, refuses one, and ends."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+import mplug_heal.relayouts
+from mplug import hookimpl
 from mplug.cli import main
-from mplug.run.metrics_file import METRICS, read_lines
+from mplug.run.metrics_file import METRICS
+from mplug.run.prepare import prepare
+from mplug.run.run import Run
+from mplug.training.loop import train
+from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.requests import REQUEST, is_asked, take
+from mplug_saving import lock
+from mplug_testing import run_workers
+from mplug_testing.harness import as_rank, tiny_config
 
-SETTINGS = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 2,
-    "trainer.seq_length": 16,
-    "trainer.steps": 1_000_000,
-    "trainer.eval_every": 0,
-    "trainer.device": "cpu",
-    "checkpoint.every": 0,
-    "data.name": "mock",
-}
+SETTINGS = {"trainer.steps": 6, "trainer.eval_every": 0, "checkpoint.every": 0}
 
 
-@pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """A run 'one' of two processes that has done two steps, in the current folder."""
+class Pace:
+    """On rank 0, ends each step from the second on when a request has been made, or the command has its answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @hookimpl
+    def step_finished(self, run: Run, record: dict[str, Any]) -> None:
+        while run.rank == 0 and not (is_asked(self.folder) or (self.folder / "go").exists()):
+            time.sleep(0.01)
+
+
+def trained(folder: str) -> str:
+    """Be one rank of a run of two; its last layout."""
+    config = tiny_config({**SETTINGS, "parallel.layout": "dp2"})
+    run = as_rank(prepare(config, {"host/pace": Pace(Path(folder)), "host/metrics": MetricsFile()}, Path(folder)))
+    mplug_heal.relayouts.INTERVAL = 0.0
+    train(run)
+    return run.config.parallel.layout
+
+
+def relayout(layout: str) -> Result:
+    return CliRunner().invoke(main, ["runs", "relayout", "one", "--parallel", layout])
+
+
+def test_the_command_changes_the_layout_of_a_run_and_reports_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "mplug", "train", "--name", "one", "--parallel", "dp2"]
-    command += [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        wait_for_steps(process, 2)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def last_step() -> int:
-    lines = list(read_lines(Path("runs/one") / METRICS))
-    return lines[-1][0] if lines else 0
-
-
-def wait_for_steps(process: subprocess.Popen[bytes], count: int) -> None:
-    first = last_step()
-    while last_step() < first + count:
-        assert process.poll() is None
-        time.sleep(0.05)
-
-
-def relayout(layout: str, *options: str) -> Result:
-    return CliRunner().invoke(main, ["runs", "relayout", "one", "--parallel", layout, *options])
-
-
-def test_the_command_changes_the_layout_of_a_run_and_reports_a_refusal(training: subprocess.Popen[bytes]) -> None:
-    changed = relayout("tp2")
+    folder = tmp_path / "runs" / "one"
+    claim = lock.take(folder, print)
+    with ThreadPoolExecutor(1) as threads:
+        ranks = threads.submit(run_workers, 2, trained, str(folder))
+        try:
+            while not (folder / METRICS).exists():
+                assert not ranks.done(), ranks.result()
+                time.sleep(0.01)
+            changed, refused = relayout("tp2"), relayout("tp4")
+        finally:
+            (folder / "go").touch()
+        layouts = ranks.result()
+    claim.release()
     assert changed.exit_code == 0, changed.output
     assert changed.output.startswith("layout 'dp2' -> 'tp2' after step ")
-    refused = relayout("tp4")
+    assert layouts == ["tp2", "tp2"]
     assert refused.exit_code == 2
     assert "the run 'one' goes on under its layout: layout 'tp4' is for 4 ranks, and the run has 2" in refused.output
-    wait_for_steps(training, 2)
-    folder = Path("runs/one")
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["layout"] == "tp2"
     assert json.loads((folder / "record.json").read_text())["layout"] == "tp2"
-    training.send_signal(signal.SIGTERM)
-    assert training.wait(60) == 128 + signal.SIGTERM
     ended = relayout("dp2")
     assert ended.exit_code == 2
-    assert "does not train now (it is stopped)" in ended.output
+    assert "does not train now" in ended.output
     assert "mplug train --resume --name one --parallel dp2" in ended.output
     assert not (folder / REQUEST).exists()
 

@@ -193,6 +193,7 @@ def test_a_run_goes_on_with_fewer_ranks_after_a_death_in_an_update(
     assert continued_after(tmp_path) == [2]
 
 
+@pytest.mark.wide("kills")
 def test_a_spare_process_replaces_one_whose_shards_no_replica_holds(
     tmp_path: Path, undisturbed: list[dict[str, float]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,6 +381,7 @@ def _stopped_while_it_goes_on(launcher: int, send: Callable[[object], None]) -> 
     time.sleep(60)
 
 
+@pytest.mark.wide("kills")
 def test_a_signal_ends_a_run_that_goes_on_after_a_death_before_its_next_step() -> None:
     """Its processes may be between two attempts, where no step hears a signal: it must not be lost."""
     began = time.monotonic()

@@ -116,19 +116,19 @@ def record(folder: Path) -> dict[str, Any]:
 def test_a_run_that_changes_its_layout_three_times_gives_the_losses_of_one_process(
     tmp_path: Path, undisturbed: list[dict[str, float]]
 ) -> None:
-    results = run_workers(4, trained, str(tmp_path), "dp2tp2", {1: "tp4", 3: "pp2dp2", 5: "fsdp4"})
-    assert [layout for layout, _ in results] == ["fsdp4"] * 4
+    results = run_workers(2, trained, str(tmp_path), "dp2", {1: "tp2", 3: "pp2", 5: "fsdp2"})
+    assert [layout for layout, _ in results] == ["fsdp2"] * 2
     assert_same(figures(tmp_path), undisturbed)
     changes = record(tmp_path)["relayouts"]
     assert [(one["step"], one["old"], one["new"]) for one in changes] == [
-        (2, "dp2tp2", "tp4"),
-        (4, "tp4", "pp2dp2"),
-        (6, "pp2dp2", "fsdp4"),
+        (2, "dp2", "tp2"),
+        (4, "tp2", "pp2"),
+        (6, "pp2", "fsdp2"),
     ]
     assert all(one["bytes"] > 0 for one in changes)
     (checkpoint,) = complete(tmp_path / "checkpoints")
     manifest = read_manifest(checkpoint)
-    assert manifest["layout"] == record(tmp_path)["layout"] == "fsdp4"
+    assert manifest["layout"] == record(tmp_path)["layout"] == "fsdp2"
     moved = [change["step"] for change in manifest["changes"] if change["field"] == "parallel.layout"]
     assert moved == [2, 4, 6]
 
@@ -187,6 +187,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.wide("relayout", quick=["memory"])
 @pytest.mark.parametrize(("reason", "before"), FAILURES.items(), ids=("memory", "bug"))
 def test_a_layout_that_a_rank_cannot_build_is_refused_and_the_run_goes_on_under_the_old_one(
     tmp_path: Path, undisturbed: list[dict[str, float]], reason: str, before: Callable[[int], None]
@@ -211,6 +212,7 @@ def refusing_to_continue(rank: int) -> None:
     Position.load_plain = fails  # type: ignore[assignment,method-assign]
 
 
+@pytest.mark.wide("relayout")
 def test_a_loader_that_cannot_continue_under_the_new_layout_leaves_the_run_under_the_old_one(
     tmp_path: Path, undisturbed: list[dict[str, float]]
 ) -> None:
@@ -233,6 +235,7 @@ def failing_within_build(rank: int) -> None:
     mplug.training.assembly._allocate = fails
 
 
+@pytest.mark.wide("relayout")
 def test_a_rank_that_fails_while_others_wait_in_their_build_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="not all ranks can go on: the new layout does not fit into the memory"):
         run_workers(2, trained, str(tmp_path), "dp2", {2: "tp2"}, {}, failing_within_build, timeout=60)
@@ -249,6 +252,7 @@ def trained_like_on_a_gpu(folder: str) -> tuple[str, Answers]:
     return trained(folder, "dp2", {2: "tp2"}, {"trainer.eval_every": 0})
 
 
+@pytest.mark.wide("relayout")
 def test_a_request_is_served_if_its_step_is_read_after_the_next_one_has_begun(tmp_path: Path) -> None:
     results = run_workers(2, trained_like_on_a_gpu, str(tmp_path))
     assert [layout for layout, _ in results] == ["tp2", "tp2"]
@@ -269,6 +273,7 @@ def trained_with_watchers(folder: str) -> bool:
     return free == [True]
 
 
+@pytest.mark.wide("relayout")
 def test_extensions_that_watch_a_model_keep_nothing_of_it_when_its_layout_changes(
     tmp_path: Path, undisturbed: list[dict[str, float]]
 ) -> None:
@@ -317,6 +322,7 @@ def position_under(layout: str) -> Position:
     return Position(run, build(run))
 
 
+@pytest.mark.wide("relayout")
 def test_portions_of_at_most_1000_bytes_fill_the_same_parts_as_one_message() -> None:
     for different, largest, received, total in run_workers(4, filled_in_portions, "dp2tp2", "pp4", 1000):
         assert different == []

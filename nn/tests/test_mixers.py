@@ -11,7 +11,7 @@ from mplug_nn import ConvolutionSpec, MixerInputs, ScanSpec, chunked_scan, recur
 EXACT = 1e-10
 KINDS = ("decay", "channel decay", "delta", "channel delta")
 B, G, H, K, V = 2, 2, 4, 5, 3
-LENGTHS = (1, 2, 16, 64, 65, 150)
+LENGTHS = (1, 16, 65, 150)
 """Lengths of one position, of a chunk, and lengths that chunks do not divide."""
 
 

@@ -123,6 +123,7 @@ OPTIONS = ("rope_type", "type", "rope_theta", "factor", "original_max_position_e
 OPTIONS = (*OPTIONS, "mscale_all_dim", "low_freq_factor", "partial_rotary_factor", "full_attention", "short_factor")
 
 
+@pytest.mark.wide("fuzz", quick=["qwen3_5_moe_text", "deepseek_v3", "gpt_oss", "gpt2", "nemotron_h"])
 @pytest.mark.parametrize("kind", forms())
 def test_any_value_of_any_field_is_read_or_refused_in_one_sentence(kind: str) -> None:
     """ValueError is a refusal; another exception would be a traceback of the family."""

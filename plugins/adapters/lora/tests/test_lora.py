@@ -65,6 +65,7 @@ class TestLoRA(AdapterSuite):
 ZB_V = pytest.param("zb-v", 4, marks=pytest.mark.wide("layouts"))
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize(("schedule", "layers"), [("zb-h1", 2), ZB_V])
 def test_what_is_recomputed_in_a_backward_of_two_halves_is_what_ran(schedule: str, layers: int) -> None:
     """An adapter whose weight gradients are postponed computes in another way than one whose are not."""
@@ -72,6 +73,7 @@ def test_what_is_recomputed_in_a_backward_of_two_halves_is_what_ran(schedule: st
     require_parity({**SMALL, "model.num_layers": layers}, layout)
 
 
+@pytest.mark.wide("families")
 def test_an_mlp_without_a_gate_has_adapters_in_a_family_whose_public_form_has_one() -> None:
     """The public form of a gated MLP has two tensors for the up projection, and this MLP's has one part."""
     require_parity({**SMALL, "model.activation": "relu2"}, "tp2")

@@ -109,6 +109,7 @@ def test_merged_weights_are_those_of_peft(pairs: Any, name: str) -> None:
         assert off(found[tensor], weight) < EXACT, tensor
 
 
+@pytest.mark.wide("families", quick=["qwen3-moe", "gpt2"])
 @each
 def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     pairs: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

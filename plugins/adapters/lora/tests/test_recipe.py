@@ -102,6 +102,7 @@ PACKED: dict[str, Any] = {
 WIDE = pytest.mark.wide("layouts")
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize(
     "layout", ["cp2", *(pytest.param(f"cp2{more}", marks=WIDE) for more in (" parallel.cp.method=all_gather", "dp2"))]
 )

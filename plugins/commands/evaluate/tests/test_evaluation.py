@@ -103,6 +103,7 @@ def require_losses(folder: Path, job: Job, results: list[Found]) -> None:
 LAYOUTS = ("tp2", "pp2", "cp2", "dp2", "fsdp2")
 
 
+@pytest.mark.wide("layouts", quick=["1-layouts0"])
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [

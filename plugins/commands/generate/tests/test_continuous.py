@@ -48,6 +48,7 @@ def expected(settings: dict[str, Any]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.wide("families", quick=["deepseek"])
 @pytest.mark.parametrize("family", SOME)
 def test_texts_in_lanes_have_the_tokens_of_texts_alone(family: str) -> None:
     _, sampler = built(FAMILIES[family])

@@ -25,6 +25,7 @@ def recomputed(sampler: Sampler, prompts: list[list[int]], context: int = CONTEX
     return found
 
 
+@pytest.mark.wide("families", quick=["gpt-oss", "deepseek", "gpt"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_unequal_prompts_with_a_cache_give_the_tokens_of_full_recomputation(family: str) -> None:
     _, sampler = built(FAMILIES[family])
@@ -76,6 +77,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.wide("families", quick=["tp2pp2-gpt-changes6", "tp2-gpt-changes0"])
 @pytest.mark.parametrize(("layout", "family", "changes"), LAYOUTS)
 def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, changes: dict[str, Any]) -> None:
     settings = {**FAMILIES[family], **changes, "parallel.layout": layout}

@@ -138,6 +138,7 @@ def recomputed(changes: dict[str, Any]) -> list[list[int]]:
 KINDS = {"3": {}, "2.5": {"model.vision": {**TOWER, **WINDOWS}, "model.rope_division": "contiguous"}}
 
 
+@pytest.mark.wide("families", quick=["3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_gives_the_tokens_of_full_recomputation_and_runs_the_tower_once(kind: str) -> None:
     run, sampler = built(KINDS[kind])
@@ -162,6 +163,7 @@ def of_rank(changes: dict[str, Any]) -> list[list[int]]:
 WIDE = pytest.mark.wide("layouts")
 
 
+@pytest.mark.wide("families")
 @pytest.mark.parametrize(
     ("layout", "world", "changes"),
     [
@@ -253,6 +255,7 @@ def letters(self: Mock) -> Letters:
     return Letters()
 
 
+@pytest.mark.wide("families")
 def test_a_run_continues_texts_with_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli_here: Callable[..., Any]
 ) -> None:

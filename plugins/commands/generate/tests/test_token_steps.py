@@ -38,6 +38,7 @@ COMPILED = [name if name == "gemma" else pytest.param(name, marks=pytest.mark.wi
 """Gemma has blocks of two kinds."""
 
 
+@pytest.mark.wide("families", quick=["deepseek"])
 @pytest.mark.parametrize("family", SOME)
 def test_a_replayed_step_gives_the_tokens_of_eager_steps(family: str) -> None:
     """Operations of a CPU are replayed as a graph replays kernels, also for a second batch, and past a window."""
@@ -202,6 +203,7 @@ def test_without_the_setting_no_step_is_recorded_and_no_message_says_so() -> Non
 # Compiled steps.
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_step_gives_the_tokens_of_eager_steps(family: str) -> None:
@@ -248,6 +250,7 @@ def test_a_step_that_inductor_compiles_gives_the_tokens_of_eager_steps() -> None
     assert found == texts(sampler, PROMPTS[:3], sampling=HOT)
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")
 def test_a_unit_with_hooks_stays_eager() -> None:
     run, sampler = built({**FAMILIES["llama"], "trainer.compile": "aot_eager"})

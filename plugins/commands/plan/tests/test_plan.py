@@ -133,6 +133,7 @@ def test_a_default_kernel_fills_the_kinds_that_it_offers_unless_one_is_left_to_p
 # Bytes and seconds.
 
 
+@pytest.mark.wide("layouts", quick=["zero2-", "tp2dp2-optimizer.name=muon", "pp2-"])
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -290,6 +291,7 @@ def test_the_page_has_each_pass_once_and_ends_with_the_step(layout: str, gpus: i
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", page)
 
 
+@pytest.mark.wide("site")
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     file = tmp_path / "step.html"

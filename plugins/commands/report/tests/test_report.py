@@ -170,6 +170,7 @@ def drawn(page: str, folder: Path, *options: str) -> tuple[str, dict[str, list[i
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 
 
+@pytest.mark.wide("site")
 @needs_browser
 def test_a_browser_draws_every_curve_of_every_picture(runs: list[Path], tmp_path: Path) -> None:
     """Smoothed figures have two lines for each run: the values and their average."""

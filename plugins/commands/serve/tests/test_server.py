@@ -267,14 +267,14 @@ def test_only_clients_with_the_key_use_the_model() -> None:
 
 def test_a_full_queue_refuses_a_request_and_time_ends_one_that_waits() -> None:
     """The engine has not started, so lanes stay empty: three requests wait for them, one in the queue."""
-    limits = replace(LIMITS, queue=1, seconds=2)
+    limits = replace(LIMITS, queue=1, seconds=1)
     with serving(limits, started=False) as (client, engine), ThreadPoolExecutor(4) as clients:
         waiting = [clients.submit(client.ask, "/v1/completions", PROMPT) for _ in range(4)]
         while engine.load["waiting"] < 4:
             time.sleep(0.01)
         status, answer = client.ask("/v1/completions", PROMPT)
         assert (status, "busy" in answer["error"]["message"]) == (503, True)
-        time.sleep(2)
+        time.sleep(1)
         thread = threading.Thread(target=engine.run)
         thread.start()
         assert [one.result()[0] for one in waiting] == [503] * 4
@@ -284,6 +284,7 @@ def test_a_full_queue_refuses_a_request_and_time_ends_one_that_waits() -> None:
         assert client.ask("/v1/completions", PROMPT)[0] == 503
 
 
+@pytest.mark.wide("kills", quick=["streamed"])
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
 def test_nobody_computes_for_a_client_that_has_gone(streams: bool) -> None:
     with serving(replace(LIMITS, context=60, max_tokens=50)) as (client, engine):
@@ -300,6 +301,7 @@ def test_nobody_computes_for_a_client_that_has_gone(streams: bool) -> None:
         assert engine.num_tokens < 50
 
 
+@pytest.mark.wide("site")
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> None:
     with serving(tokenizer=Chatting()) as (client, _):
@@ -359,7 +361,7 @@ def test_a_stop_ends_answers_in_time_and_cuts_a_client_that_does_not_read(
 
 
 def test_a_connection_without_a_request_is_closed_and_one_with_requests_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stoppable(1.5, 0, monkeypatch) as (client, _, _):
+    with stoppable(0.6, 0, monkeypatch) as (client, _, _):
         silent = socket.create_connection(("127.0.0.1", client.port))
         silent.sendall(b"POST /v1/comp")
         silent.settimeout(0.1)

@@ -201,9 +201,9 @@ def test_a_blend_reads_each_data_set_in_its_own_order(tmp_path: Path, streaming:
     assert all(len(one) == 1 for one in letters)
 
 
+@pytest.mark.wide("data")
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", ["text", "prompt"])
-@pytest.mark.wide("data", quick=["prompt-True", "text-False"])
 def test_a_blend_resumes_exactly_under_another_layout(tmp_path: Path, streaming: bool, form: str) -> None:
     rows = [
         [{"text": f"{name}{n} " * 9, "prompt": f"{n}?", "completion": name * (n % 7 + 1)} for n in range(30)]

@@ -384,6 +384,7 @@ def test_an_epoch_that_is_resumed_on_two_ranks_has_every_conversation_once(conve
     assert sorted(seen) == list(range(40))
 
 
+@pytest.mark.wide("data")
 def test_a_run_with_pictures_that_resumes_on_two_ranks_has_the_losses_of_one_process(
     conversations: Path, tmp_path: Path
 ) -> None:

@@ -437,6 +437,7 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.wide("kills")
 def test_no_process_outlives_a_kill_and_the_same_command_completes_the_job(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS * 20))
     command = [sys.executable, "-m", "mplug", "data", "preprocess", str(path), "--output", str(tmp_path / "out")]

@@ -125,8 +125,8 @@ def test_a_resume_on_another_number_of_ranks_and_in_other_micro_batches_has_the_
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.wide("data")
 @pytest.mark.parametrize("layout", ["dp2", "cp2"])
-@pytest.mark.wide("data", quick=["cp2"])
 def test_a_run_has_the_masks_of_one_process_under_a_layout(layout: str) -> None:
     """The loss of the first step is a function of masked tokens and labels; so is that of a resume."""
     settings = {**MOCK, "model.vocab_size": 256, "trainer.steps": 2}

@@ -26,6 +26,7 @@ TINY: dict[str, Any] = {
 }
 
 
+@pytest.mark.wide("data", tests=["test_it_resumes_exactly"], quick=["validation-(1, 4)"])
 class TestPreferences(DataSuite):
     """A run of the objective that takes the data."""
 

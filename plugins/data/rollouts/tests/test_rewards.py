@@ -41,7 +41,7 @@ def test_rewards_are_weighted_sums_and_none_adds_nothing() -> None:
 
 
 def test_a_function_that_needs_too_long_is_ended_and_the_next_prompt_is_rewarded() -> None:
-    slow, fast = rewarded(named("endless", "length"), group("slow", "b"), group("a", "bb"), seconds=3.0)
+    slow, fast = rewarded(named("endless", "length"), group("slow", "b"), group("a", "bb"), seconds=1.5)
     assert (slow.timeouts, fast.timeouts) == (1, 0)
     assert all(map(math.isnan, slow.totals))
     assert fast.totals == [2.0, 3.0]
@@ -64,6 +64,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.wide("data", quick=["failing", "dying", "texts"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_function_that_fails_is_named_with_the_prompt(name: str) -> None:
     with pytest.raises(UsageError, match=FAULTS[name]):

@@ -54,6 +54,7 @@ def steps(parts: Parts, run: Any, numbers: range, lr: float = 0.02) -> list[tupl
     return found
 
 
+@pytest.mark.wide("compile")
 def test_units_that_training_compiles_sample_as_they_are() -> None:
     """Each length of a prompt would be compiled anew; the completions are those of a run that compiles nothing."""
     found = []
@@ -68,6 +69,7 @@ def test_units_that_training_compiles_sample_as_they_are() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.wide("data", quick=["0.7"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_gives_tokens_the_log_probabilities_with_which_they_were_sampled(temperature: float) -> None:
     """Up to rounding: a matrix product of one position adds in another order than one of a whole sample."""
@@ -87,6 +89,7 @@ def test_the_trainer_gives_tokens_the_log_probabilities_with_which_they_were_sam
         assert own["reward_std"] > 0
 
 
+@pytest.mark.wide("data")
 def test_a_model_learns_what_is_rewarded() -> None:
     """The held-out loss is minus the mean reward of the likeliest tokens."""
     settings = {**TINY, "objectives.grpo.loss": "dapo", "trainer.global_batch_size": 16, "data.lanes": 32}
@@ -136,8 +139,8 @@ def test_ranks_that_exchange_tokens_of_different_prompts_are_refused_before_laun
         build_model(tiny_run({**TINY, "model.name": "mixtral", "parallel.layout": "ep2"}))
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero2", "fsdp2"])
-@pytest.mark.wide("layouts", quick=["cp2"])
 def test_given_completions_are_trained_on_under_every_layout(layout: str) -> None:
     require_parity({**GIVEN, "objectives.grpo.loss": "gspo"}, layout)
 

@@ -89,6 +89,7 @@ def test_a_majority_names_the_rank_and_two_copies_name_both() -> None:
     )
 
 
+@pytest.mark.wide("layouts", quick=["dp4-state-1-optimizer state 'exp_avg' of"])
 @pytest.mark.parametrize(
     ("layout", "kind", "rank", "named"),
     [
@@ -108,7 +109,7 @@ def test_a_flipped_bit_ends_the_run_with_the_rank_and_the_tensor(
     assert f"rank {rank} on" in sentences[0]
 
 
-@pytest.mark.wide("layouts", quick=["pp2dp2", "fsdp2tp2"])
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", ["dp2tp2", "pp2dp2", "zero4", "fsdp2tp2", "cp2dp2"])
 def test_copies_are_equal_under_a_layout(layout: str, tmp_path: Path) -> None:
     never = BitFlip("weight", 0, 99)

@@ -30,6 +30,7 @@ class Records:
         self.enabled.add(gc.isenabled())
 
 
+@pytest.mark.wide("loggers", quick=["True"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_only_every_second_step_collects_and_python_s_setting_returns(enabled: bool, tmp_path: Path) -> None:
     records, before = Records(), gc.isenabled()

@@ -179,6 +179,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide("layouts", quick=["dp4-weight-of rank 2 on", "tp2dp2-program-in its output 'hidden', on rank 0 on"])
 @pytest.mark.parametrize(("layout", "kind", "words"), CASES)
 def test_the_origin_is_named_under_a_layout(layout: str, kind: str, words: str, tmp_path: Path) -> None:
     settings = {"parallel.layout": layout, **LAYOUTS[layout]}
@@ -193,9 +194,9 @@ def test_the_origin_is_named_under_a_layout(layout: str, kind: str, words: str, 
         assert "unit 'blocks.1' is the first one" in errors[0]
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.wide("compile", quick=["transient"])
 @pytest.mark.parametrize("kind", ["transient", "program", "sample", "backward"])
 def test_the_origin_is_named_in_a_compiled_run_with_recomputation(kind: str, tmp_path: Path) -> None:
     settings = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}

@@ -53,6 +53,7 @@ def output_of(cli: Cli, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide("data")
 def test_generate_and_evaluate_read_a_model_and_a_text_at_addresses(
     tmp_path: Path, model: Path, bucket: str, cli: Cli
 ) -> None:
@@ -70,6 +71,7 @@ def test_generate_and_evaluate_read_a_model_and_a_text_at_addresses(
     assert outputs(moved(model, bucket), f"{texts}/fox.txt") == expected
 
 
+@pytest.mark.wide("data")
 def test_a_checkpoint_of_another_library_is_imported_from_an_address(tmp_path: Path, bucket: str, cli: Cli) -> None:
     shutil.copytree(MEGATRON, tmp_path / "ckpt")
     words = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]

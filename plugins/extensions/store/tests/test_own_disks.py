@@ -151,6 +151,7 @@ def files_in(folder: Path, *, hidden: bool = False) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if ("/." in f"/{name}") == hidden}
 
 
+@pytest.mark.wide("kills")
 def test_a_kill_at_any_change_of_the_completion_leaves_whole_files_from_which_the_next_one_completes(
     tmp_path: Path,
 ) -> None:

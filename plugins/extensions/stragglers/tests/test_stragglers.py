@@ -100,6 +100,7 @@ def slow_run(settings: Mapping[str, Any], slow: Slow, directory: str) -> tuple[s
     return (Path(directory) / "logs" / "rank0.log").read_text(), slow.scores
 
 
+@pytest.mark.wide("layouts", quick=["dp4-data-it waits for data for"])
 @pytest.mark.parametrize(
     ("layout", "kind", "words"),
     [

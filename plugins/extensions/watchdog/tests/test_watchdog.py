@@ -201,6 +201,7 @@ def test_a_step_after_a_change_of_the_layout_may_last_as_long_as_the_first_one()
     assert allowed == [1800, 300, 300, 1800, 1800]
 
 
+@pytest.mark.wide("loggers")
 def test_a_wait_for_an_asynchronous_write_may_take_hours_and_does_not_count_as_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +374,7 @@ def test_all_ranks_read_the_name_of_the_stopped_rank_from_the_store(
     assert "last seen in step 4, stopped sending heartbeats" in text
 
 
+@pytest.mark.wide("loggers")
 def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +422,7 @@ def test_an_error_of_the_connection_to_the_store_does_not_end_the_run(
     assert len({id(connection) for connection in calls[:5]}) == 3
 
 
+@pytest.mark.wide("loggers", quick=["True-DistBackendError", "False-RuntimeError0"])
 @pytest.mark.parametrize(
     "error",
     [

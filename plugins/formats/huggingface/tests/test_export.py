@@ -137,6 +137,7 @@ def outcome(plugin: Any, config: Any) -> dict[str, Any] | str:
         return str(reason)
 
 
+@pytest.mark.wide("configs", quick=["deepseek_v3", "gpt_oss", "granitemoehybrid", "llama", "mixtral", "gpt2"])
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_setting_is_written_or_refused_by_its_name_or_has_no_effect(kind: str) -> None:
     base, plugin, free = described(tiny(kind)), plugin_of(kind), of_training(kind)
@@ -203,6 +204,7 @@ NOT_PUBLISHED = {"mixtral": ("fine16b", "tiny")}
 """Presets of shapes that no class of the library has."""
 
 
+@pytest.mark.wide("configs", quick=["deepseek-deepseek_v3", "gemma-gemma2", "gpt-oss-gpt_oss"])
 @pytest.mark.parametrize(("family", "kind"), PRESETS)
 def test_every_preset_of_a_published_model_is_exported(family: str, kind: str) -> None:
     plugin = plugin_of(kind)
@@ -229,6 +231,7 @@ def test_explain_says_whether_the_model_can_be_exported(tmp_path: Path, cli_here
     assert "cannot express model.capacity_factor=1.25" in shown
 
 
+@pytest.mark.wide("configs")
 def test_a_run_that_begins_with_a_published_model_says_at_its_start_that_it_cannot_be_exported(
     tmp_path: Path, cli_here: Cli
 ) -> None:

@@ -137,6 +137,7 @@ def test_the_base_by_which_the_page_says_how_to_scale_as_ntk_is_that_of_the_libr
     assert float((ours / found - 1).abs().max()) < 1e-12
 
 
+@pytest.mark.wide("families")
 def test_the_export_of_a_run_with_another_scaling_is_read_as_its_model(
     folders: dict[str, Path], tmp_path: Path, cli: Cli
 ) -> None:

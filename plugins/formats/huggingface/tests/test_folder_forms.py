@@ -246,6 +246,7 @@ def test_a_head_that_equals_the_tied_embedding_changes_nothing(folder: Folder, m
     loaded(changed(path, of_other_types))
 
 
+@pytest.mark.wide("fuzz", quick=["place1"])
 @pytest.mark.parametrize("place", [(0, 0), (VOCAB - 1, 31), (VOCAB // 2, 3)])
 def test_a_head_that_differs_in_one_value_is_refused_with_both_names(
     place: tuple[int, int], folder: Folder, monkeypatch: pytest.MonkeyPatch
@@ -272,6 +273,7 @@ def _reads(path: Path, layout: str, rank: int) -> bool:
     return True
 
 
+@pytest.mark.wide("fuzz")
 def test_every_rank_of_a_run_refuses_it(folder: Folder, tmp_path: Path, cli: Cli) -> None:
     """Only one of the two ranks holds the row that differs."""
     changed(folder("qwen2"), lambda found: (with_head(found), found[HEAD][-1].add_(1)))
@@ -310,6 +312,7 @@ def prediction_layer(found: dict[str, Tensor]) -> None:
     found["model.layers.4.shared_head.head.weight"] = found[HEAD].clone()
 
 
+@pytest.mark.wide("families")
 def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(folder: Folder, models: Made) -> None:
     path = changed(folder("deepseek-v3"), prediction_layer)
     assert not [name for name in loaded(path)[1].parameters() if name.startswith("ahead.")]

@@ -66,6 +66,7 @@ def require_equal(found: Path, expected: Path) -> None:
         assert torch.equal(one[name][1], tensor), name
 
 
+@pytest.mark.wide("families", quick=["qwen3.5-moe", "kimi-linear", "deepseek-v2", "granite-4", "gpt-oss", "gpt2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_library(family: str, models: Made) -> None:
     folder, theirs = models[family]
@@ -87,6 +88,7 @@ def test_greedy_tokens_are_those_that_the_library_generates_with_its_states(fami
     assert torch.equal(given, expected)
 
 
+@pytest.mark.wide("families", quick=["gpt-oss"])
 @pytest.mark.parametrize("family", quick("gpt2", "gpt-oss"))
 def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path, cli_here: Cli) -> None:
     source = tmp_path / "source"
@@ -158,6 +160,7 @@ def test_each_rank_reads_its_own_boxes_and_at_most_one_tensor_more(
         assert reads.largest <= max(sizes)
 
 
+@pytest.mark.wide("families")
 def test_what_is_divided_in_other_ways_is_read_too(models: Made) -> None:
     """Experts, and rows at rest, whose boxes cut through heads and segments."""
     folder, _ = models["mixtral"]
@@ -262,6 +265,7 @@ def pack_experts(source: Path, target: Path) -> Path:
     return with_twin(source, target, stored, plain, {"quant_method": "mxfp4"})
 
 
+@pytest.mark.wide("families")
 def test_packed_experts_equal_their_dequantised_twin(tmp_path: Path) -> None:
     save(FAMILIES["gpt-oss"](intermediate_size=64, num_hidden_layers=2), tmp_path / "source")
     twin = pack_experts(tmp_path / "source", tmp_path / "packed")
@@ -295,6 +299,7 @@ def with_tokenizer(folder: Path) -> Any:
     return made
 
 
+@pytest.mark.wide("families")
 @pytest.mark.parametrize("family", quick("gpt2"))
 def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path: Path, cli_here: Cli) -> None:
     """64 tokens, once after a prompt and once as an answer in the folder's chat template; then up to an end token."""

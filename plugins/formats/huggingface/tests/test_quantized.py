@@ -30,14 +30,14 @@ def trained(cli: Cli, **more: int) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.wide("families")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.wide("families", quick=["int8"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_transformers_loads_a_quantised_export(name: str, cli: Cli, tmp_path: Path) -> None:
+def test_transformers_loads_a_quantised_export(name: str, cli_here: Cli, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    trained(cli)
+    trained(cli_here)
     for folder, words in (("plain", ()), ("small", ("--quantize", name))):
-        cli("checkpoint", "export", "--to", "huggingface", folder, *words)
+        cli_here("checkpoint", "export", "--to", "huggingface", folder, *words)
     _, plain = logits(tmp_path / "plain")
     model, found = logits(tmp_path / "small")
     error = float((found - plain).abs().max() / plain.abs().max())
@@ -48,8 +48,8 @@ def test_transformers_loads_a_quantised_export(name: str, cli: Cli, tmp_path: Pa
     assert not list(tmp_path.glob(".plain-*"))
 
 
-def test_what_is_not_quantised_is_refused_with_the_reason(cli: Cli) -> None:
-    trained(cli, hidden_size=40)
+def test_what_is_not_quantised_is_refused_with_the_reason(cli_here: Cli) -> None:
+    trained(cli_here, hidden_size=40)
     for words, sentence in (
         ("peft --quantize int8", "the format 'peft' writes no quantised weights"),
         ("huggingface --quantize int3", "the format 'huggingface' writes int8 and int4"),
@@ -57,6 +57,6 @@ def test_what_is_not_quantised_is_refused_with_the_reason(cli: Cli) -> None:
     ):
         if "int4" in words:
             pytest.importorskip("torchao")
-        result = cli("checkpoint", "export", "a", "--to", *words.split())
+        result = cli_here("checkpoint", "export", "a", "--to", *words.split())
         assert result.returncode == 2
         assert sentence in result.stderr

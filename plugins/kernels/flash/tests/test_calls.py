@@ -161,18 +161,17 @@ def test_the_passes_of_the_fourth_version_are_operators_as_torch_wants_them() ->
 EVERYTHING: dict[str, Any] = {"window": 3, "soft_cap": 2.0, "sinks": True}
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "compiled"),
     [
-        {"window": 3},
-        {"window": 3, "causal": False},
-        {"window": 1},
-        {"soft_cap": 2.0},
-        {"sinks": True},
-        EVERYTHING,
-        {**EVERYTHING, "documents": True},
-        {**EVERYTHING, "documents": True, "causal": False},
+        ({"window": 3}, False),
+        ({"window": 3, "causal": False}, False),
+        ({"window": 1}, False),
+        ({"soft_cap": 2.0}, False),
+        ({"sinks": True}, False),
+        (EVERYTHING, True),
+        ({**EVERYTHING, "documents": True}, True),
+        ({**EVERYTHING, "documents": True, "causal": False}, False),
     ],
     ids=str,
 )

@@ -183,6 +183,7 @@ def test_layers_steps_and_documents_of_other_lengths_share_a_program_and_layers_
     assert found.losses == pytest.approx(plain.losses, rel=EXACT)
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")  # those of torch's tracer
 def test_compiled_layers_share_a_program_and_a_mask_until_the_lengths_change(made: list[Any]) -> None:
     spec = AttentionSpec(0.3, 8, 8, documents=True)

@@ -86,6 +86,7 @@ class TestRowwiseProducts(TestDelayedProducts):
         return KernelSuite._offered(self, dtype)
 
 
+@pytest.mark.wide("precision", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestFused(PrecisionSuite):
     """Norms and activations together with the product after them, by delayed scaling."""
 

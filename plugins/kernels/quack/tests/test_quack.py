@@ -494,6 +494,7 @@ def test_epilogues_refer_to_functions_of_quack_and_cutlass_through_their_modules
     ]
 
 
+@pytest.mark.wide("suites")
 def test_neither_importing_it_nor_asking_it_imports_quack() -> None:
     code = (
         "import sys; sys.modules['quack'] = sys.modules['cutlass'] = None; "

@@ -35,7 +35,9 @@ ERROR = {"half": 0.01, TENSORWISE: 0.08, DELAYED: 0.1, BLOCKWISE: 0.05}
 each = pytest.mark.parametrize("name", PRODUCTS)
 
 
-@pytest.mark.wide("precision", tests=["test_weight_gradients_can_be_computed_later"])
+@pytest.mark.wide(
+    "precision", tests=["test_weight_gradients_can_be_computed_later", "test_its_buffers_are_what_it_declares"]
+)
 class TestDelayedProducts(KernelSuite):
     plugin = "te"
     dtypes = ("te-fp8",)

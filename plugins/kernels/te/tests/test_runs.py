@@ -36,6 +36,7 @@ def steps(settings: dict[str, Any]) -> Any:
         return train_steps(settings)
 
 
+@pytest.mark.wide("precision")
 @pytest.mark.parametrize(
     ("recipe", "named", "model"),
     [

@@ -269,6 +269,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(
     assert all(word in str(answer) for word in words.split(" … "))
 
 
+@pytest.mark.wide("suites")
 def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None:
     code = (
         "import sys; sys.modules['transformer_engine'] = None; from types import SimpleNamespace as N; "

@@ -234,6 +234,7 @@ def test_an_interpreter_runs_on_a_cpu_and_without_triton_it_says_what_to_install
     assert answer(at(slot), during("cpu")) == "it needs a CUDA GPU, and this run is on the CPU"
 
 
+@pytest.mark.wide("suites")
 def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; from mplug_triton import Triton; Triton(Triton.Config()).offer()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -238,7 +238,9 @@ def compared(suite: MemorySuite) -> None:
         (CHECKPOINT, _draws_other_numbers(checkpoint), "differs if a kernel draws from torch's generator"),
         ("mplug_recompute.again.recomputed", lambda inner: inner, "bytes on the device"),
     ],
+    ids=["twice", "another", "numbers", "kept"],
 )
+@pytest.mark.wide("suites", quick=["another"])
 def test_the_suite_catches(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any], words: str) -> None:
     monkeypatch.setattr(name, fault)
     with pytest.raises(Fault, match=words):

@@ -44,31 +44,10 @@ def require_equal(settings: dict[str, Any], ranks: int = 1, **layout: Any) -> No
     assert weights_off(traces, reference) == ""
 
 
-@pytest.mark.wide("layouts", quick=["llama", "lora", "recomputed units", "pairs"])
+@pytest.mark.wide("layouts", quick=["pairs"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_in_tiles_is_the_run_without_them(model: str) -> None:
     require_equal(MODELS[model])
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {},
-    "tp2, whole sequences": {"parallel.tp.sequence_parallel": False},
-    "cp2": {},
-    "cp2, ulysses": {"parallel.cp.method": "ulysses"},
-    "pp2": {},
-    "pp2, zb-h1": {"parallel.pp.schedule": "zb-h1"},
-    "fsdp2": {},
-    "zero2": {"parallel.zero.stage": 2},
-    "cp2tp2": {},
-    "cp2pp2": {},
-}
-
-
-@pytest.mark.wide("layouts", quick=["tp2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_in_tiles_gives_the_run_of_one_process_without_them(layout: str) -> None:
-    word = layout.partition(",")[0]
-    require_equal(PACKED, 4 if len(word) > 5 else 2, **{"parallel.layout": word, **LAYOUTS[layout]})
 
 
 @pytest.mark.wide("compile")

@@ -186,6 +186,7 @@ def outcome(plugin: Any, config: Any) -> dict[str, Any] | str:
         return str(reason)
 
 
+@pytest.mark.wide("configs")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_the_librarys_model_with_each_setting(kind: str) -> None:
     """Logits and gradients in fp64, for every setting; what cannot be written is refused by its name."""

@@ -77,6 +77,7 @@ WIDE = pytest.mark.wide("layouts")
 LAYOUTS = ("tp2", "pp2 parallel.pp.split=[3,2]", "dp2", "zero2", "fsdp2", "cp2 parallel.cp.method=ulysses", "tp2pp2")
 
 
+@pytest.mark.wide("families")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(

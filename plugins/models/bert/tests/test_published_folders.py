@@ -54,6 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("encoders"))
 
 
+@pytest.mark.wide("families", quick=["roberta"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: str, made: Folders) -> None:
     folder, library = made[kind]
@@ -158,6 +159,7 @@ def test_a_folder_with_classes_gives_the_librarys_logits_and_is_exported_as_it_w
     assert {str(number): name for number, name in again.config.id2label.items()} == NAMES
 
 
+@pytest.mark.wide("families")
 def test_a_folder_with_masked_tokens_begins_a_model_with_classes(made: Folders) -> None:
     """Only the new head is left out."""
     classes = {"model__head": "sequences", "model__labels": ["a", "b", "c"]}

@@ -150,6 +150,7 @@ STRANGE: list[Any] = [
 STRANGE += [{}, {"a": {}}, {"rope_type": "yarn"}, {"full_attention": {"rope_type": "linear"}}]
 
 
+@pytest.mark.wide("fuzz")
 def test_any_value_of_any_field_is_read_or_refused() -> None:
     """ValueError is a refusal; another exception would be a traceback of the family."""
     inside = {f"{name}.{field}" for name in MAPPINGS for field in parts()[name][0].fields}

@@ -90,6 +90,7 @@ def answers(folder: Path, *options: str) -> list[str]:
     return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
 
 
+@pytest.mark.wide("families")
 def test_greedy_answers_are_those_of_the_library(made: tuple[Path, Any]) -> None:
     """Questions of different lengths with none, one and two pictures in one batch; then two at a time."""
     folder, library = made

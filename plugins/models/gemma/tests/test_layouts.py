@@ -83,10 +83,10 @@ CASES = [
 ]
 
 
+@pytest.mark.wide("families")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "settings"), CASES)
-@pytest.mark.wide("families", quick=["tp2pp2 packed", "cp2 ring packed"])
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**TINY, **settings}, layout)
 

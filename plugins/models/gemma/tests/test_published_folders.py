@@ -76,6 +76,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(made: tuple[Path, Any], tm
     assert_exported_as_it_was(folder, {**ONE_STEP, "model.vision.init_std": 0.3}, tmp_path, cli_here)
 
 
+@pytest.mark.wide("families")
 def test_a_config_of_its_own_describes_the_model_to_the_library(
     made: tuple[Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:

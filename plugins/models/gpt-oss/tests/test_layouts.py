@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_ring_with_windows_and_sinks_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**TINY, **settings}, layout)

@@ -20,7 +20,7 @@ EXPERTS = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 24, "model.num_s
 ROTARY = ("rope_theta", "rope_scaling", "rope_fraction", "rope_interleaved")
 
 
-@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["tp2"])
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestGraniteHybrid(FurtherDecoderSuite):
     """Granite 4 with experts: Mamba-2 and attention without positions."""
 
@@ -55,6 +55,7 @@ class TestGraniteHybrid(FurtherDecoderSuite):
     }
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestGranite(FurtherDecoderSuite):
     """Granite 3: dense."""
 

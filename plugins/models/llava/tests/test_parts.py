@@ -173,6 +173,7 @@ def test_every_kind_of_folder_is_what_the_library_loads(kind: str, form: str, fo
     require_logits(kind, with_projector(model, own.library), own.library)
 
 
+@pytest.mark.wide("families")
 def test_an_export_of_a_first_stage_has_both_parts_and_the_library_loads_it(
     folders: Made, tmp_path: Path, cli_here: Callable[..., CompletedProcess[str]]
 ) -> None:

@@ -62,6 +62,7 @@ def seen_by(kind: str) -> Seen:
     return micro_batch(config, (2, 0, 1))
 
 
+@pytest.mark.wide("families", quick=["tiled", "llama"])
 def test_a_folder_gives_the_librarys_logits(made: tuple[str, Path, Any]) -> None:
     kind, folder, library = made
     _, model = loaded(folder, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
@@ -82,6 +83,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(
     assert_exported_as_it_was(folder, {**ONE_STEP, "model.vision.init_std": 0.3}, tmp_path, cli_here)
 
 
+@pytest.mark.wide("families", quick=["tiled"])
 def test_a_config_of_its_own_describes_the_model_to_the_library(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
         assert torch.equal(again(**seen).logits, library(**seen).logits)
 
 
+@pytest.mark.wide("families", quick=["llama"])
 def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[str, Path, Any]) -> None:
     """A run that only runs forward needs no pictures: the tower is then left out."""
     _, folder, library = made

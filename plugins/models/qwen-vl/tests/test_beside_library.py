@@ -95,6 +95,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide(
+    "families", quick=["3: tied, biases, other sections", "2.5: yarn, all blocks with windows, other patches"]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_values_of_fields_compute_what_they_compute_in_the_library(variant: str) -> None:
     kind, changes = VARIANTS[variant]

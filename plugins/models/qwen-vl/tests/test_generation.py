@@ -141,6 +141,7 @@ def words_of(tokens: Sequence[int]) -> str:
     return " ".join(f"w{token}" for token in tokens if token < 55)
 
 
+@pytest.mark.wide("families", quick=["3"])
 def test_greedy_answers_are_those_of_the_library(made: tuple[str, Path, Any]) -> None:
     """Questions of different lengths with none, one and two pictures in one batch; then two at a time."""
     kind, folder, library = made
@@ -198,6 +199,7 @@ def vision_of(folder: Path) -> VisionConfig:
     return VisionConfig(**found.altering["vision"])
 
 
+@pytest.mark.wide("families")
 def test_greedy_answers_about_videos_are_those_of_the_library(made: tuple[str, Path, Any]) -> None:
     """A folder of frames on the command line, and lists of frames in a file of questions."""
     kind, folder, library = made
@@ -221,6 +223,7 @@ def test_greedy_answers_about_videos_are_those_of_the_library(made: tuple[str, P
     assert "--video and --fps belong together" in refused(folder, "--video", str(frames))
 
 
+@pytest.mark.wide("families")
 def test_what_cannot_be_asked_is_refused_with_a_sentence(made: tuple[str, Path, Any], tmp_path: Path) -> None:
     _, folder, _ = made
     a, chat = ("--image", str(folder / "a.png")), ("--chat", "--prompt", "w1")

@@ -117,6 +117,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(
     assert_exported_as_it_was(folder, {**ONE_STEP, "model.vision.init_std": 0.3}, tmp_path, cli_here)
 
 
+@pytest.mark.wide("families", quick=["2.5"])
 def test_a_config_of_its_own_describes_the_model_to_the_library(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
         assert torch.equal(again(**seen).logits, library(**seen).logits)
 
 
+@pytest.mark.wide("families", quick=["3-moe"])
 def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[str, Path, Any]) -> None:
     """A run that only runs forward needs no images: the tower is then left out."""
     _, folder, library = made
@@ -159,6 +161,7 @@ def test_a_folder_is_refused_on_text_alone(made: tuple[str, Path, Any]) -> None:
         loaded(folder)
 
 
+@pytest.mark.wide("families", quick=["3"])
 def test_the_decoder_of_a_folder_is_tuned_on_text_without_its_tower(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:

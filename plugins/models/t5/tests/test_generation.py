@@ -74,6 +74,7 @@ def test_greedy_answers_are_those_of_the_library_and_the_encoder_runs_once(made:
         assert encoder.call_count == 1 + len(PROMPTS)
 
 
+@pytest.mark.wide("families")
 @pytest.mark.parametrize(
     "layout", ["tp2", *(pytest.param(one, marks=pytest.mark.wide("layouts")) for one in ("pp2", "tp2pp2", "dp2"))]
 )

@@ -1,7 +1,4 @@
-"""T5 computes the same under every layout: losses, gradients, norms and weights are those of one process.
-
-Encoder and decoder have different lengths, and every stage of the decoder reads the encoder's output.
-"""
+"""Layouts that T5 refuses. `tests/test_pairs.py` compares those that it computes with one process."""
 
 from typing import Any
 
@@ -10,7 +7,6 @@ import pytest
 from mplug import UsageError
 from mplug.commands import build_model
 from mplug_testing.harness import tiny_run
-from mplug_testing.parity import require_parity
 
 SPANS: dict[str, Any] = {
     "data.name": "spans",
@@ -35,46 +31,6 @@ SHAPE = {
     "model.encoder_length": 23,
 }
 V1_1 = {**SHAPE, **SPANS}
-FIRST = {**V1_1, "model.tie_embeddings": True, "model.activation": "relu", "model.dropout": 0.1}
-LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0}
-WIDE = pytest.mark.wide("layouts")
-CP = "cp2 parallel.cp.method=ulysses"
-UNEVEN = "pp2 parallel.pp.split=[3,9]"
-CASES = [
-    pytest.param(UNEVEN, FIRST, id="pp2 uneven first"),
-    pytest.param(CP, FIRST, id="cp2 first"),
-    *(
-        pytest.param(layout, settings, id=f"{layout} {name}", marks=WIDE)
-        for name, settings in {"v1.1": V1_1, "first": FIRST}.items()
-        for layout in (
-            "tp2",
-            "tp2 parallel.tp.sequence_parallel=false",
-            UNEVEN,
-            "pp2 parallel.pp.split=[7,5]",
-            "zero2",
-            "fsdp2",
-            "dp2",
-            CP,
-            "tp2pp2",
-            "fsdp2tp2",
-            "tp2cp2 parallel.cp.method=ulysses",
-        )
-        if (layout, name) not in ((CP, "first"), (UNEVEN, "first"))
-    ),
-    *(
-        pytest.param(layout, {**settings, **LORA}, id=f"{layout} {name} lora", marks=WIDE)
-        for name, settings in {"v1.1": V1_1, "first": FIRST}.items()
-        for layout in ("tp2", "fsdp2", UNEVEN, "zero2")
-    ),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(("layout", "settings"), CASES)
-@pytest.mark.wide("families", quick=["cp2 first"])
-def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
 
 
 @pytest.mark.parametrize(

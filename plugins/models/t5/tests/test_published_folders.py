@@ -68,6 +68,7 @@ def logits_of(library: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.wide("families", quick=["first"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: str, made: Folders) -> None:
     folder, library = made[kind]
@@ -85,6 +86,7 @@ def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: 
                 assert torch.equal(region(parameter.data, box), whole[name].data[cut]), (rank, name)
 
 
+@pytest.mark.wide("families", quick=["v1.1"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_a_folder_is_exported_as_that_folder(kind: str, made: Folders, tmp_path: Path, cli_here: Cli) -> None:
     folder, library = made[kind]
@@ -118,6 +120,7 @@ def test_peft_computes_with_our_adapters_what_the_run_computes(made: Folders, tm
     assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
+@pytest.mark.wide("families")
 def test_a_run_exports_its_adapters_and_the_merged_model(made: Folders, tmp_path: Path, cli_here: Cli) -> None:
     peft = pytest.importorskip("peft")
     from peft_models import require_adapters_return, run_of, write_adapters

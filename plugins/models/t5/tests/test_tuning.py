@@ -32,6 +32,7 @@ def called(*words: str) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.wide("families")
 def test_a_tuned_model_answers_as_its_pairs_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"input": text, "target": answer}) for text, answer in ANSWERS.items()] * 8

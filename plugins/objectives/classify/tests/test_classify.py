@@ -13,7 +13,6 @@ from mplug import UsageError
 from mplug.training.assembly import build
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
-from mplug_testing.parity import require_parity
 
 WORDS = ("ada", "byron", "curie", "dirac", "euler", "fermi", "gauss")
 LINES = [{"text": " ".join(WORDS[: n % 5 + 1]), "label": ("short", "long", "other")[min(n % 5, 2)]} for n in range(24)]
@@ -33,7 +32,6 @@ TEXTS: dict[str, Any] = {
     "objectives.classify.labels": ["short", "long", "other"],
     "objectives.classify.init_std": 0.5,
 }
-LORA: dict[str, Any] = {"adapters.lora.rank": 3}
 
 
 class TestClassify(ObjectiveSuite):
@@ -78,6 +76,7 @@ def test_losses_and_gradients_are_those_of_a_classifier_of_each_text_alone() -> 
     assert float(result.statistics["accuracy"]) == pytest.approx(sum(right) / len(right), rel=1e-12)
 
 
+@pytest.mark.wide("data")
 def test_it_learns_the_length_of_texts() -> None:
     settings = {**TEXTS, "optimizer.lr": 0.01, "objectives.classify.init_std": 0.02}
     parts = build(tiny_run(settings))
@@ -105,9 +104,3 @@ def test_a_label_at_the_end_needs_a_head_for_classes() -> None:
     alone = {field: value for field, value in TEXTS.items() if not field.startswith("objectives")}
     with pytest.raises(UsageError, match=r"data\.label_at=last is for data\.form=texts.*--objective classify"):
         tiny_run(alone)
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero2", "fsdp2", "tp2cp2"])
-@pytest.mark.wide("layouts", quick=["tp2"])
-def test_a_layout_computes_what_one_process_does_with_adapters(layout: str) -> None:
-    require_parity({**TEXTS, **LORA}, layout)

@@ -15,7 +15,6 @@ from mplug import UsageError
 from mplug.training.assembly import Parts, build
 from mplug_testing.harness import in_fp64, tiny_config, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
-from mplug_testing.parity import require_parity
 
 PAIRS: dict[str, Any] = {
     "data.name": "mock",
@@ -140,7 +139,7 @@ def of_pairs(parts: Parts, batch: dict[str, Tensor], first: list[tuple[Tensor, T
     return pairs
 
 
-@pytest.mark.wide("layouts", quick=["sigmoid", "ipo", "orpo"])
+@pytest.mark.wide("suites", quick=["sigmoid", "orpo"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_losses_gradients_and_figures_are_those_of_the_formulas(name: str) -> None:
     """In the second step, whose reference are the weights before the first one; each answer is computed alone."""
@@ -301,30 +300,6 @@ def test_what_cannot_be_computed_is_refused_before_it_starts(sentence: str) -> N
 def test_a_run_has_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="a run has one loss, and dpo and other each compute one"):
         tiny_config({**PAIRS, "objectives.other.x": 1})
-
-
-LAYOUTS = [
-    "tp2",
-    "pp2",
-    "zero2",
-    "fsdp2",
-    "tp2pp2",
-    "cp2 parallel.cp.method=ulysses",
-    "tp2cp2",
-    "pp2 parallel.pp.schedule=zb-v",
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.wide("layouts", quick=["tp2"])
-def test_a_layout_computes_what_one_process_does(layout: str) -> None:
-    require_parity({**PAIRS, **LORA}, layout)
-
-
-@pytest.mark.parametrize("layout", ["ep2 parallel.ep.dispatch=bounded parallel.ep.room=1.0", "pp2", "cp2", "fsdp2"])
-@pytest.mark.wide("layouts")
-def test_a_layout_computes_what_one_process_does_with_routers(layout: str) -> None:
-    require_parity({**ROUTED, "model.num_layers": 2, "memory.tiles.mlp": 7, "memory.tiles.loss": 7}, layout)
 
 
 def test_pairs_without_an_objective_are_refused_with_the_option_that_names_one() -> None:

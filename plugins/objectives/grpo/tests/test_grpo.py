@@ -122,6 +122,7 @@ def completions(parts: Parts, batches: list[Any]) -> list[Values]:
     return found
 
 
+@pytest.mark.wide("suites", quick=["gspo", "dual clip, k2"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_losses_gradients_and_figures_are_those_of_the_formulas(name: str) -> None:
     """In the second step, whose reference are the weights before the first one; each completion is computed alone."""
@@ -175,8 +176,8 @@ def test_losses_gradients_and_figures_are_those_of_the_formulas(name: str) -> No
 LAYOUTS = ["tp2", "pp2", "cp2", "zero2", "fsdp2"]
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize(("layout", "loss"), [(one, loss) for one in LAYOUTS for loss in ("gspo", "dapo")])
-@pytest.mark.wide("layouts", quick=["cp2-gspo", "tp2-dapo"])
 def test_a_layout_computes_what_one_process_does(layout: str, loss: str) -> None:
     corrected = {"old": "current", "correction": "sequence_mask", "correction_max": 1.05} if loss == "gspo" else {}
     fields = {"objectives.grpo.loss": loss, **{f"objectives.grpo.{name}": one for name, one in corrected.items()}}

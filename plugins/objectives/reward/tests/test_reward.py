@@ -15,7 +15,6 @@ from mplug.training.batch_parts import without_extra_targets
 from mplug_pretrained.external_form import conversion, refuse_lossy
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
-from mplug_testing.parity import require_parity
 
 PAIRS: dict[str, Any] = {
     "data.name": "mock",
@@ -59,6 +58,7 @@ def pairs_of(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.wide("suites", quick=["whole"])
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["whole", "lora"])
 def test_losses_gradients_and_figures_are_those_of_the_formula(adapters: dict[str, Any]) -> None:
     """Each answer is computed alone. With adapters, the head is trained beside them."""
@@ -168,15 +168,6 @@ def test_an_export_without_a_place_for_the_head_is_refused() -> None:
         refuse_lossy(conversion(model), set(model.parameters()))
 
 
-LAYOUTS = ["tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "cp2", "zero2", "fsdp2", "tp2cp2"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.wide("layouts", quick=["tp2"])
-def test_a_layout_computes_what_one_process_does_with_adapters(layout: str) -> None:
-    require_parity({**PAIRS, **LORA}, layout)
-
-
 UNTIED: dict[str, Any] = {
     "model.name": "llama",
     "model.vocab_size": 64,
@@ -186,24 +177,3 @@ UNTIED: dict[str, Any] = {
     "model.num_kv_heads": 2,
     "model.ffn_hidden_size": 40,
 }
-
-
-SPARSE: dict[str, Any] = {
-    **UNTIED,
-    "model.name": "mixtral",
-    "model.num_experts": 4,
-    "model.num_experts_per_token": 2,
-    "model.moe_ffn_hidden_size": 12,
-}
-
-
-@pytest.mark.parametrize("layout", ["ep2", "pp2"])
-@pytest.mark.wide("layouts", quick=[])
-def test_a_layout_computes_what_one_process_does_with_experts(layout: str) -> None:
-    require_parity({**PAIRS, **SPARSE}, layout)
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2 parallel.pp.schedule=zb-h1", "tp2pp2", "fsdp2", "zero2"])
-@pytest.mark.wide("layouts", quick=[])
-def test_a_layout_computes_what_one_process_does_without_a_projection(layout: str) -> None:
-    require_parity({**PAIRS, **UNTIED}, layout)

@@ -60,6 +60,7 @@ class TestWithMomentsInBF16(TestAdamW):
     checks_fields = False
 
 
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_weights_of_one_process"])
 class TestWithMomentsOf8Bits(TestAdamW):
     """The reference has exact moments; a code is off by up to 1 of 127 roots. Weights of layouts are equal below."""
 
@@ -97,6 +98,7 @@ def test_a_code_of_a_code_is_that_code_and_a_small_second_moment_stays_above_zer
 EIGHT: dict[str, Any] = {"optimizer.moments": "8bit", "optimizer.eps": 1e-3}
 
 
+@pytest.mark.wide("layouts", quick=["zero2"])
 @pytest.mark.parametrize("layout", ["tp2", "zero2"])
 def test_codes_of_8_bits_are_those_of_one_process(layout: str) -> None:
     require_parity(EIGHT, layout)

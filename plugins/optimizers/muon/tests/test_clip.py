@@ -115,6 +115,7 @@ def test_queries_and_keys_of_a_group_shrink_by_their_largest_logit() -> None:
         torch.testing.assert_close(weight, free[name] * of_rows[:, None], rtol=EXACT, atol=0)
 
 
+@pytest.mark.wide("suites", quick=["latent queries"])
 @pytest.mark.parametrize("settings", [LATENT, LATENT_QUERIES], ids=["latent queries", "queries"])
 def test_latent_attention_spares_the_key_that_all_heads_share(settings: dict[str, Any]) -> None:
     parts, clipped = updated({**settings, "optimizer.qk_clip_alpha": 0.25})
@@ -147,6 +148,7 @@ def test_the_bias_of_queries_and_keys_shrinks_too() -> None:
 # Layouts.
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

@@ -28,6 +28,7 @@ def exchange_by_copies(_: Any, group: Any) -> None:
         swaps.BY_COPIES[group.group_name] = swaps.CopySwaps(group)
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

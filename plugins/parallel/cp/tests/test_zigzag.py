@@ -88,6 +88,7 @@ def numbered_groups(borders: set[int], whole: int) -> torch.Tensor:
     return torch.where(stretch % 2 == 1, stretch, -1)[None]
 
 
+@pytest.mark.wide("layouts", quick=["gathered"])
 @pytest.mark.parametrize("parts", [ring, gathered])
 @given(data=st.data(), size=SIZES, chunk=CHUNKS, sight=SIGHTS)
 def test_every_query_sees_every_key_that_it_may_see_once(  # type: ignore[no-untyped-def]
@@ -131,6 +132,7 @@ def test_a_ring_leaves_out_the_steps_at_which_windows_see_nothing(window: int | 
     assert list(steps_of(4, 16, Sight(True, window))) == steps
 
 
+@pytest.mark.wide("layouts")
 @given(st.data(), SIZES, CHUNKS, SIGHTS)
 def test_of_a_part_each_document_has_the_queries_and_the_keys_that_are_its_own(
     data: st.DataObject, size: int, chunk: int, sight: Sight

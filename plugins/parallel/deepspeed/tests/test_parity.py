@@ -172,6 +172,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale(alone: Any, in_
         assert own["losses"] == pytest.approx(alone["losses"], rel=0.1)  # a few updates later than in fp32
 
 
+@pytest.mark.wide("suites")
 def test_the_comparison_notices_another_batch(alone: Any) -> None:
     other = {**alone, "losses": [loss * (1 + 3 * CLOSE) for loss in alone["losses"]]}
     with pytest.raises(AssertionError):

@@ -73,8 +73,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return checkpoint_in(folder), whole
 
 
+@pytest.mark.wide("layouts", quick=["diloco2"])
 @pytest.mark.parametrize("layout", ["diloco2", "diloco2zero2", "diloco2tp2", "diloco2pp2", "diloco2fsdp2"])
-@pytest.mark.wide("layouts", quick=["diloco2", "diloco2tp2"])
 def test_a_run_resumes_under_another_layout_with_an_exchange_under_way(
     layout: str, saved: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -107,6 +107,7 @@ def test_the_weights_of_a_checkpoint_are_the_global_ones_and_each_worker_has_its
         assert index.shapes[f"{name}/exp_avg"] == (2, *weights.shape)
 
 
+@pytest.mark.wide("layouts", quick=["dp2-exact up to rounding"])
 @pytest.mark.parametrize(("layout", "words"), [("dp2", "exact up to rounding"), ("diloco4", "4 workers")])
 def test_another_number_of_workers_is_refused(layout: str, words: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
     checkpoint, _ = saved

@@ -34,7 +34,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("diloco2zero2", {**OUTER, "optimizer.name": "muon", "model.vocab_size": 320}),
     "frozen": ("diloco2pp2", {**OUTER, "model.frozen": ["embedding", "blocks.0"]}),
 }
-QUICK = ("at once", "tp")
 
 
 @cache
@@ -54,8 +53,8 @@ def whole(parts: list[Any], name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return found
 
 
+@pytest.mark.wide("layouts", quick=["at once"])
 @pytest.mark.parametrize("key", CASES)
-@pytest.mark.wide("layouts", quick=QUICK)
 def test_workers_are_those_of_the_simulation_in_one_process(key: str) -> None:
     layout, settings = CASES[key]
     ranks = run_workers(2 if layout in ("diloco2",) else 4, trained_rank, {**settings, "parallel.layout": layout})

@@ -5,8 +5,8 @@ import pytest
 from mplug_testing import ParallelSuite
 
 
-@pytest.mark.wide("layouts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["everything"])
-@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["dp2"])
+@pytest.mark.wide("layouts", tests=["test_a_variant_gives_the_run_of_one_process"])
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestDataParallel(ParallelSuite):
     plugin = "dp"
     layouts = ("dp2", "dp4")

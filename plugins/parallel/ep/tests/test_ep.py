@@ -53,7 +53,7 @@ EVERYTHING = {
 
 
 @pytest.mark.wide("experts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["all-gather", "everything"])
-@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["ep2"])
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestExpertParallel(ParallelSuite):
     plugin = "ep"
     settings = EXPERTS
@@ -95,11 +95,14 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.wide(
     "experts",
-    quick=[REPEATED, "tp2ep2etp2 parallel.tp.sequence_parallel=false", "dp4ep2 parallel.ep.dispatch=all_gather"],
+    quick=[
+        "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
+        "tp2ep2etp2 parallel.tp.sequence_parallel=false",
+    ],
 )
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_strategies_together_give_the_run_of_one_process(layout: str) -> None:
     require_parity(EXPERTS, layout)
 
@@ -119,6 +122,7 @@ def rows_by_messages() -> None:
     wraps.open_mailbox = by_messages
 
 
+@pytest.mark.wide("experts", quick=["lost rows"])
 @pytest.mark.parametrize("room", [4.0, 0.6], ids=["room", "lost rows"])
 def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_process(room: float) -> None:
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": "symmetric", "parallel.ep.room": room}
@@ -246,6 +250,7 @@ def hostile_alone() -> Trace:
     return run_workers(1, train_steps, EXPERTS, all_tokens_to_the_first_experts)[0]
 
 
+@pytest.mark.wide("experts")
 @pytest.mark.parametrize(
     "layout",
     ["ep2", "ep2 parallel.ep.dispatch=bounded", "ep2 parallel.ep.dispatch=all_gather", "ep4", "etp2", "ep2etp2"],
@@ -268,8 +273,8 @@ MISTAKES: list[tuple[str, Callable[[], None]]] = [
 ]
 
 
+@pytest.mark.wide("suites", quick=["dp4ep2-experts_left_to_themselves"])
 @pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda one: getattr(one, "__name__", one))
-@pytest.mark.wide("suites", quick=["dp4ep2-experts_left_to_themselves", "ep2-router_gradient_stays_local"])
 def test_the_comparison_catches(layout: str, mistake: Callable[[], None]) -> None:
     assert difference_of(layout, EXPERTS, mistake)
 

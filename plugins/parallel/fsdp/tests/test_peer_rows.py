@@ -49,6 +49,7 @@ def losses(settings: dict[str, Any]) -> tuple[list[float], list[float]]:
     return trace.losses, trace.norms
 
 
+@pytest.mark.wide("layouts")
 def test_copies_change_no_bit_of_messages() -> None:
     assert run_workers(2, losses, {**BF16, **BOTH}) == run_workers(2, losses, BF16)
 
@@ -75,6 +76,7 @@ def writes(settings: dict[str, Any]) -> tuple[list[int], int, list[bool]]:
     return written, len(parts.model.own_units), began
 
 
+@pytest.mark.wide("layouts")
 def test_rows_are_written_once_for_each_version_of_the_weights() -> None:
     for written, number, versions in run_workers(2, writes, {**BF16, "parallel.fsdp.transport": "copy_engines"}):
         assert sorted(written) == sorted([*range(number)] * 2)
@@ -105,6 +107,7 @@ def late(settings: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.wide("suites")
 def test_the_memory_of_these_tests_notices_a_rank_that_does_not_wait() -> None:
     assert run_workers(2, late, {}) == [True, True]
 

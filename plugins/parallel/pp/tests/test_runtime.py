@@ -14,6 +14,7 @@ ONE_RANK: dict[str, Any] = {"parallel.layout": "pp1", "trainer.micro_batch_size"
 TIED = {"model.tie_embeddings": True}
 
 
+@pytest.mark.wide("layouts", quick=["{'parallel.pp.schedule': 'dualpipe-v'}"])
 @pytest.mark.parametrize(
     "settings",
     [

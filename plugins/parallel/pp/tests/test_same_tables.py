@@ -70,6 +70,7 @@ def _ran(settings: Settings) -> Found:
     }
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("schedules", [QUICK, pytest.param(OTHERS, marks=pytest.mark.wide("layouts"))], ids=str)
 def test_evaluation_runs_in_the_order_of_the_table_and_a_step_sends_the_predicted_bytes(
     schedules: tuple[str, ...],

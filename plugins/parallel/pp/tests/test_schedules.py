@@ -48,6 +48,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(layout, {**settings, "trainer.compile": "inductor"}, marks=pytest.mark.wide("compile"))
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "changes"), [*cases()], ids=str)

@@ -122,6 +122,7 @@ def test_by_weights_layers_or_time_another_division_is_even() -> None:
 PRESETS = {"nano": (2, 4), "125m": (2, 4, 6), "1.7b": (8,), "7.1b": (4,), "70b": (8,), "175b": (8, 12), "462b": (16,)}
 
 
+@pytest.mark.wide("suites", quick=["nano-4", "nano-2", "125m-4", "1.7b-8", "70b-8"])
 @pytest.mark.parametrize(("preset", "num_stages"), [(name, n) for name, numbers in PRESETS.items() for n in numbers])
 def test_no_stage_of_a_preset_weighs_more_than_it_must(preset: str, num_stages: int) -> None:
     """The lower bound by filling stages up to a limit, greedily: the least limit that needs no more stages."""

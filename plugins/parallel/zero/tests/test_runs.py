@@ -134,8 +134,8 @@ def bits(traces: list[Trace]) -> list[Any]:
     return [[(trace.losses, trace.norms, trace.val_loss) for trace in traces], values]
 
 
+@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.wide("layouts", quick=["2"])
 def test_overlap_changes_no_bit(stage: int) -> None:
     one, other = (trained(parallel__zero__stage=stage, parallel__zero__overlap=overlap) for overlap in (True, False))
     assert bits(one) == bits(other)

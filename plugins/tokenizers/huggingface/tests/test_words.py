@@ -86,6 +86,7 @@ def test_every_character_has_the_librarys_tokens_next_to_every_kind_of_character
         assert tokens(ours, [text]) == library([text])
 
 
+@pytest.mark.wide("fuzz", quick=["llama3"])
 @pytest.mark.parametrize("name", CUTS)
 def test_random_texts_have_the_librarys_tokens(name: str, tmp_path: Path) -> None:
     ours, library = both(trained(CUTS[name]), tmp_path)

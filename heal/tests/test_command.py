@@ -1,6 +1,7 @@
 """`mplug runs relayout`: real processes change their layout, refuse one, and end."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from warm import Forked
 
 from mplug.cli import main
 from mplug.run.metrics_file import METRICS, read_lines
@@ -30,18 +32,18 @@ SETTINGS = {
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
     """A run 'one' of two processes that has done two steps, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "mplug", "train", "--name", "one", "--parallel", "dp2"]
-    command += [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    words = ["train", "--name", "one", "--parallel", "dp2"]
+    words += [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    process = Forked("mplug", *words, cwd=tmp_path, environment=os.environ)
     try:
         wait_for_steps(process, 2)
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def last_step() -> int:
@@ -49,7 +51,7 @@ def last_step() -> int:
     return lines[-1][0] if lines else 0
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], count: int) -> None:
+def wait_for_steps(process: Forked, count: int) -> None:
     first = last_step()
     while last_step() < first + count:
         assert process.poll() is None
@@ -60,7 +62,7 @@ def relayout(layout: str, *options: str) -> Result:
     return CliRunner().invoke(main, ["runs", "relayout", "one", "--parallel", layout, *options])
 
 
-def test_the_command_changes_the_layout_of_a_run_and_reports_a_refusal(training: subprocess.Popen[bytes]) -> None:
+def test_the_command_changes_the_layout_of_a_run_and_reports_a_refusal(training: Forked) -> None:
     changed = relayout("tp2")
     assert changed.exit_code == 0, changed.output
     assert changed.output.startswith("layout 'dp2' -> 'tp2' after step ")
@@ -72,7 +74,8 @@ def test_the_command_changes_the_layout_of_a_run_and_reports_a_refusal(training:
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["layout"] == "tp2"
     assert json.loads((folder / "record.json").read_text())["layout"] == "tp2"
     training.send_signal(signal.SIGTERM)
-    assert training.wait(60) == 128 + signal.SIGTERM
+    training.communicate(60)
+    assert training.returncode == 128 + signal.SIGTERM
     ended = relayout("dp2")
     assert ended.exit_code == 2
     assert "does not train now (it is stopped)" in ended.output

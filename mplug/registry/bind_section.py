@@ -26,7 +26,7 @@ def bind(
     A field that is another plugin (`mplug.Family`, `mplug.Source`) is bound by this plugin, which `registry` finds
     (default: that of the interpreter).
     """
-    found = provided("hints")
+    found = provided("hints", registry)
     problems: list[Problem] = [] if found is None else found.before_binding(values)
     if problems:  # validators of the section may compute with these values
         return None, problems

@@ -90,7 +90,14 @@ State = tuple[int, int]
 
 def state_of_path() -> tuple[tuple[str, State], ...]:
     """The folders of `sys.path` with their states: an installation changes one of them."""
-    return tuple((folder, _state_of(folder)) for folder in map(os.path.abspath, sys.path))
+    folders = (_normal(folder) if folder.startswith(os.sep) else os.path.abspath(folder) for folder in sys.path)
+    return tuple((folder, _state_of(folder)) for folder in folders)
+
+
+@lru_cache(maxsize=1024)
+def _normal(folder: str) -> str:
+    """An absolute path without '..': a run asks for the state dozens of times while it starts."""
+    return os.path.abspath(folder)
 
 
 def _state_of(folder: str) -> State:

@@ -109,7 +109,7 @@ class _Resolver:
             average=of_optimizer.average,
             offload=of_optimizer.offload,
         )
-        found = provided("hints")
+        found = provided("hints", self.registry)
         if found is not None and (problems := [*found.contradictions(config, RATES.load(config.schedule.name))]):
             raise UsageError("\n".join(problems))
         return config

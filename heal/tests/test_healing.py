@@ -13,7 +13,7 @@ import pytest
 
 import mplug_heal.copies
 import mplug_heal.relayouts
-from mplug.config.sources import Settings, merge
+from mplug.config.sources import Settings
 from mplug.distributed.supervision import Send
 from mplug.distributed.world import World, attempt
 from mplug.errors import RunError, UsageError
@@ -279,7 +279,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_run_with_a_feature_goes_on_as_if_no_process_had_died(tmp_path: Path, feature: str, spares: int) -> None:
-    """It is compared with a run without a death, under the same layout; in fp16, sums of fewer ranks round otherwise."""
+    """It is compared with a run without a death under the same layout; in fp16, sums of fewer ranks round otherwise."""
     settings = {**FEATURES[feature], "extensions.heal.spares": spares}
     healed(tmp_path / "whole", "dp2", settings)
     healed(tmp_path / "healed", "dp2", settings, (5, 1, "backward"))
@@ -388,7 +388,7 @@ def test_a_run_forgets_all_generations_but_the_one_from_which_it_goes_on() -> No
         copying.keep(run, position)
     newest = run.kept["heal"][-1]
     run.kept["heal"].append(replace(newest, key=(3, 0), size=2))
-    assert restore(run, position)
+    assert restore(run, position, Copying(1, None))
     assert run.step == 2
     assert run.kept["heal"] == [newest]
 

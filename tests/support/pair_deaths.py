@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from pair_runs import Trace, begun, finished
 
-from mplug.config.sources import Settings, merge
 from mplug.distributed.supervision import Send
+from mplug.registry.resolve import resolve
 from mplug.run.launching import Healing, launch, launched
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.training import job
+from mplug.training import job as jobs
 from mplug.training.healing import Healer, healer_of
+from mplug.training.job import Job
 from mplug_saving.position import Position
 from mplug_testing.harness import installed_plugins, overrides_of, tiny_config, tiny_settings
 
@@ -40,8 +41,8 @@ def healed(settings: dict[str, Any], folder: Path) -> list[Trace]:
     """The records of the ranks that go on after a death."""
     size = prepare(tiny_config(settings)).mesh.world_size
     healing = healing_of(settings)
-    given = overrides_of(settings), dict(healing.layouts), str(folder), _death(settings, size), {}
-    left: int = launch(size, _attempt, *given, healing=healing)
+    job = Job(tiny_settings(), overrides_of(settings), folder / "run", None, layouts=healing.layouts)
+    left: int = launch(size, _attempt, job, _death(settings, size), healing=healing)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(left)]
 
 
@@ -51,18 +52,14 @@ def _death(settings: dict[str, Any], size: int) -> tuple[int, str]:
     return number // 2 % size, ("forward_backward", "update")[number % 2]
 
 
-def _attempt(
-    given: Settings, layouts: dict[int, Settings], folder: str, death: tuple[int, str], kept: dict[str, Any], send: Send
-) -> int:
+def _attempt(job: Job, death: tuple[int, str], send: Send) -> int:
     """Be one rank, in the attempt in which one dies or in the next one; the number of ranks of this attempt."""
     warnings.simplefilter("ignore")  # torch's own, while it traces
-    job.COLLECTIVE_SECONDS = SECONDS
+    jobs.COLLECTIVE_SECONDS = SECONDS
     world = launched()
-    size = 1 if world is None else world.size
-    config = job.resolve(installed_plugins(), tiny_settings(), merge(given, layouts.get(size, {})))
-    run = prepare(config, directory=Path(folder, "run"))
-    run.kept = kept
-    with job.among(world, run, None, send):
+    run = prepare(resolve(installed_plugins(), job.base, job.settings(world)), directory=job.directory)
+    run.kept = job.kept
+    with jobs.among(world, run, None, send):
         position, healer = begun(run), _healer(run)
         if not healer.restore(run, position):
             healer.keep(run, position)
@@ -70,8 +67,8 @@ def _attempt(
             run.largest(torch.zeros(()))
             raise AssertionError("no rank has died")
         assert run.step == 1, f"the run continues after step {run.step}"
-        torch.save(finished(run, position), Path(folder, f"rank{run.rank}"))
-    return size
+        torch.save(finished(run, position), job.directory.with_name(f"rank{run.rank}"))
+    return run.mesh.world_size
 
 
 def _die_soon(run: Run, position: Position, healer: Healer, death: tuple[int, str]) -> None:

@@ -211,7 +211,8 @@ def _mathematics(case: Case) -> Settings:
 
 def _execution(case: Case) -> Settings:
     found: Settings = {}
-    words = ["dp2"] if _is_replicated(case) else []
+    replicas = ["dp4" if _is_ep_alone(case) else "dp2"]  # the ranks of experts are data-parallel ranks too
+    words = replicas if _is_replicated(case) else []
     for name in (name for name in FEATURES if name in case and name not in MATHEMATICS):
         own = dict(_values_of(case, name)[case[name]])
         words.append(own.pop("parallel.layout", ""))

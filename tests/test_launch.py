@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from distributions import installed
-from machines import Machines
+from machines import LINKS, Machines
 from torch import Tensor
 from warm import Forked
 
@@ -334,7 +334,7 @@ def test_processes_of_torchrun_on_two_machines_join(
     for number, machine in enumerate(two_machines):
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first.name}:29400"]
         if way == "by IPv6 address":
-            machine.run("ip", "-4", "address", "flush", "dev", "eth0")
+            machine.run(*LINKS, "no-address", "eth0", f"{machine.address}/24")
             meeting = [f"--node-rank={number}", f"--master-addr={first.address6}", "--master-port=29400"]
         words = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *meeting, *MPLUG, "train")
         commands.append(begin(folder, *words, "--name", name, "--parallel", "dp2pp2", *options, machine=machine.pid))

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 from covering import Case, Features, Generator, all_pairs, default_case, pairs_of
+from pair_deaths import healed
 from pair_features import (
     ARRAYS,
     FEATURES,
+    HEALED,
     PRODUCT,
     QUICK,
     named_cases,
@@ -29,6 +31,7 @@ from pair_features import (
 from pair_probe import refusal_of, world_size_of
 from pair_runs import Trace, checkpoint_of, errors_of_workers, failures, follow_workers, run_case, worst
 
+from mplug.errors import RunError
 from mplug_testing import run_workers
 from mplug_testing.workers import WorkerFailed
 
@@ -67,9 +70,11 @@ def shown(case: Case) -> dict[str, str]:
 
 
 def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> dict[str, Any]:
-    """Run a case; returns the largest error of each kind of figure, the failures, and the CPU seconds."""
+    """Run a case; returns the largest error of each kind of figure, the failures, and the seconds."""
     expected, checkpoint = reference(case, factory)
     world_size, given = world_size_of(case), None
+    if case["resume"] in HEALED:
+        return healed_in(case, expected, folder)
     if case["resume"] == "from one process":
         given = str(checkpoint)
     runs = settings_of(case), resumed_settings(case, world_size)
@@ -86,6 +91,19 @@ def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> dict[
         sentences += [name + sentence for sentence in failures(found)]
     seconds = {"seconds": round(time.monotonic() - began, 2), "cpu": round(sum(rank[2] for rank in ranks), 2)}
     return {"ranks": world_size, **seconds, "failures": sentences, "errors": largest}
+
+
+def healed_in(case: Case, expected: list[Trace], folder: Path) -> dict[str, Any]:
+    """Run a case in which a rank dies; the figures are those of `found_in`."""
+    began = time.monotonic()
+    try:
+        traces = healed(settings_of(case), folder)
+    except RunError as error:
+        return {"ranks": world_size_of(case), "failures": [str(error)], "errors": {}}
+    found = worst(errors_of_workers(traces, expected))
+    largest = {f"healed: {kind}": error for kind, (error, _) in found.items()}
+    seconds = round(time.monotonic() - began, 2)
+    return {"ranks": len(traces), "seconds": seconds, "failures": failures(found), "errors": largest}
 
 
 def recorded(name: str, case: Case, found: dict[str, Any]) -> None:

@@ -1,15 +1,20 @@
-"""Faults in runs of four processes: whether one sentence names them within 30 s, and whether anything is lost.
+"""Faults in runs of 4 to 8 processes: whether one sentence names them within 30 s, and whether anything is lost.
 
-    python benchmarks/faults/injected.py --count 60 [--first 0] [--seconds 1200] [--kinds kill stop]
+    python benchmarks/faults/injected.py --count 60 [--first 0] [--seconds 1200] [--jobs 4] [--kinds kill stop]
+                                         [--out results.jsonl]
+    python benchmarks/faults/injected.py --table results.jsonl ...
 
 A case is a function of its number: a kind of fault, a layout, a rank, a step and a seed. The run starts as a user
 starts it (`mplug train`; for cut links four processes on two network namespaces, as under another launcher). The case
 is judged by what the command prints, and then the run resumes without the fault: every step must have the loss of an
-undisturbed run. It prints a row for each case, and a table by kind at the end.
+undisturbed run. It prints a row for each case, and a table by kind at the end. `--jobs` cases run at a time; no case
+begins after `--seconds`. With `--out`, each case appends a line of JSON to a file, of which `--table` makes the table.
 """
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import random
 import re
@@ -19,8 +24,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +38,11 @@ from warm import Forked
 SECONDS = 30.0
 """Seconds within which a fault must be named."""
 STEPS, EVERY = 16, 4
-LAYOUTS = ("dp4", "dp2tp2", "pp2dp2", "zero4", "cp2dp2")
+LAYOUTS = ("dp4", "dp2tp2", "pp2dp2", "zero4", "cp2dp2", "dp6", "dp2tp2pp2", "fsdp4tp2")
+OF_FOUR = ("dp4", "dp2tp2", "pp2dp2", "zero4", "cp2dp2")
+"""Layouts whose four processes can be two on each of two machines."""
+SPREAD = ("dp4", "dp2tp2", "zero4", "dp6")
+"""Layouts whose ranks all do the same work, which a slow rank does slower."""
 KINDS = ("kill", "stop", "slow", "nan", "weight", "gradient", "cut", "disk", "file", "clock")
 OPTIONS = {
     "trainer.device": "cpu",
@@ -40,7 +50,7 @@ OPTIONS = {
     "trainer.steps": STEPS,
     "trainer.seq_length": 32,
     "trainer.micro_batch_size": 1,
-    "trainer.global_batch_size": 4,
+    "trainer.global_batch_size": 12,
     "trainer.eval_every": 0,
     "trainer.log_every": 1000,
     "schedule.name": "constant",
@@ -77,11 +87,10 @@ class Case:
     @classmethod
     def of(cls, number: int, kinds: Sequence[str] = KINDS) -> "Case":
         """The case with a number; kinds take turns."""
-        draw = random.Random(number)
-        layout = draw.choice(LAYOUTS if kinds[number % len(kinds)] != "slow" else ("dp4", "dp2tp2", "zero4"))
-        return cls(
-            number, kinds[number % len(kinds)], layout, draw.randrange(4), draw.randint(6, 10), draw.randrange(10**6)
-        )
+        draw, kind = random.Random(number), kinds[number % len(kinds)]
+        layout = draw.choice({"slow": SPREAD, "cut": OF_FOUR}.get(kind, LAYOUTS))
+        rank, at = draw.randrange(size_of(layout)), draw.randint(6, 10)
+        return cls(number, kind, layout, rank, at, draw.randrange(10**6))
 
     @property
     def expected(self) -> str:
@@ -111,6 +120,11 @@ class Result:
     is_named: bool
     lost: str
     """What is lost, or an empty text."""
+
+
+def size_of(layout: str) -> int:
+    """The number of processes of a layout."""
+    return math.prod(map(int, re.findall(r"\d+", layout)))
 
 
 def prepare(folder: Path) -> None:
@@ -282,45 +296,78 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*lines, f"| all | {len(results)} | {named} | | {kept} |"])
 
 
+def tried(number: int, kinds: tuple[str, ...], whole: Mapping[str, dict[int, float]]) -> Result | str:
+    """The result of a case, or why it is not possible here."""
+    case = Case.of(number, kinds)
+    reason = unavailable() if case.kind == "cut" else None
+    if reason is not None:
+        return f"case {number}: no network namespaces here: {reason}"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        prepare(folder)
+        try:
+            return judged(case, whole[case.layout], folder)
+        except subprocess.CalledProcessError as error:
+            return f"case {number}: {case.kind} is not possible here: {error}: {error.stderr!r}"
+        finally:
+            with suppress(OSError, ValueError):
+                os.kill(int((folder / "struck").read_text().split()[0]), 9)
+
+
+def row_of(one: Result) -> str:
+    """The row of a case."""
+    verdict = "named" if one.is_named else "NOT NAMED"
+    when = "-" if one.seconds is None else f"{one.seconds:.1f} s"
+    kept = f"LOST: {one.lost}" if one.lost else "nothing lost"
+    case = one.case
+    place = f"{case.number} {case.kind} {case.layout} rank {case.rank} step {case.at}"
+    return f"{place}: {verdict}, {when}, {kept}: {one.sentence[:300]}"
+
+
+def read_results(paths: Sequence[Path]) -> list[Result]:
+    """The results in files of `--out`; of a case that was run again, the last one."""
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    found = {line["case"]["number"]: Result(**{**line, "case": Case(**line["case"])}) for line in lines}
+    return list(found.values())
+
+
+def run_cases(options: argparse.Namespace) -> list[Result]:
+    """Run cases until the time is over, each in a process of its own that starts the processes of the run."""
+    end, kinds = time.monotonic() + options.seconds, tuple(options.kinds)
+    numbers = range(options.first, options.first + options.count)
+    results, left = list[Result](), iter(numbers)
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        layouts = list(dict.fromkeys(Case.of(number, kinds).layout for number in numbers))
+        whole = dict(zip(layouts, pool.map(undisturbed, layouts), strict=True))
+        under_way: set[Future[Result | str]] = set()
+        while True:
+            while len(under_way) < options.jobs and time.monotonic() < end and (number := next(left, None)) is not None:
+                under_way.add(pool.submit(tried, number, kinds, whole))
+            if not under_way:
+                return results
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for found in (one.result() for one in done):
+                print(found if isinstance(found, str) else row_of(found), flush=True)
+                if isinstance(found, Result):
+                    results.append(found)
+                    if options.out:
+                        with options.out.open("a") as file:
+                            file.write(json.dumps(asdict(found)) + "\n")
+
+
 def main() -> None:
     """Run the cases until the time is over, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+")
     options = parser.parse_args()
-    end, whole, results = time.monotonic() + options.seconds, dict[str, dict[int, float]](), list[Result]()
-    reason = unavailable()
-    for number in range(options.first, options.first + options.count):
-        case = Case.of(number, tuple(options.kinds))
-        if time.monotonic() > end:
-            break
-        if case.kind == "cut" and reason is not None:
-            print(f"case {number}: no network namespaces here: {reason}", flush=True)
-            continue
-        if case.layout not in whole:
-            whole[case.layout] = undisturbed(case.layout)
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            prepare(folder)
-            try:
-                results.append(judged(case, whole[case.layout], folder))
-            except subprocess.CalledProcessError as error:
-                print(f"case {number}: {case.kind} is not possible here: {error}", flush=True)
-                continue
-            finally:
-                with suppress(OSError, ValueError):
-                    os.kill(int((folder / "struck").read_text().split()[0]), 9)
-        one = results[-1]
-        verdict = "named" if one.is_named else "NOT NAMED"
-        when = "-" if one.seconds is None else f"{one.seconds:.1f} s"
-        print(
-            f"{number} {case.kind} {case.layout} rank {case.rank} step {case.at}: {verdict}, {when}, "
-            f"{'LOST: ' + one.lost if one.lost else 'nothing lost'}: {one.sentence[:300]}",
-            flush=True,
-        )
-    print(table(results))
+    results = read_results(options.table) if options.table else run_cases(options)
+    print(table(sorted(results, key=lambda one: KINDS.index(one.case.kind))))
 
 
 if __name__ == "__main__":

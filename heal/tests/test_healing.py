@@ -10,154 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deaths import PREPARED, SETTINGS, STEPS, continued_after, figures, healed, overrides, writing_slowly
 
-import mplug_heal.copies
-import mplug_heal.relayouts
-from mplug.config.sources import Settings, from_mapping, merge
-from mplug.distributed.supervision import Send
-from mplug.distributed.world import World, attempt
+from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
-from mplug.run.launching import Healing, Stopped, launch
-from mplug.run.metrics_file import METRICS, read_records
+from mplug.run.launching import Healing, Stopped
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.healing import healer_of
-from mplug.training.job import Job, Outcome, supervisor_of, work
 from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
-from mplug.training.stepper import DefaultStepper
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
-from mplug_heal.requests import ask
 from mplug_launch.survivors import launch_survivors
-from mplug_saving import storage
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
-from mplug_saving.saver import Saver
-from mplug_steps.reduction import Reduction
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run, tiny_settings
-
-STEPS = 6
-SETTINGS = {
-    "trainer.steps": STEPS,
-    "trainer.precision": "fp64",
-    "trainer.global_batch_size": 8,
-    "trainer.device": "cpu",
-    "checkpoint.every": 3,
-    "extensions.heal.every": 2,
-}
-Death = tuple[int, int, str]
-"""The step in which a process dies, its rank, and the moment."""
-
-
-def overrides(settings: dict[str, Any]) -> Settings:
-    found: Settings = {}
-    for name, value in {**SETTINGS, **settings}.items():
-        found = merge(found, from_mapping(value, "the test's settings", tuple(name.split("."))))
-    return found
-
-
-def dying(job: Job, deaths: tuple[Death, ...], send: Send) -> Outcome:
-    """The work of a process of a run; in the n-th attempt, the n-th death takes place."""
-    if attempt() < len(deaths):
-        step, rank, moment = deaths[attempt()]
-        if rank == int(os.environ["RANK"]):
-            PREPARED[moment](step)
-    return work(job, send)
-
-
-def _dies_before(owner: Any, name: str, step_of: Callable[[Any], int], step: int, by: int = signal.SIGKILL) -> None:
-    method = getattr(owner, name)
-
-    def replaced(self: Any, *arguments: Any, **named: Any) -> Any:
-        if step_of(self) == step:
-            os.kill(os.getpid(), by)
-        return method(self, *arguments, **named)
-
-    setattr(owner, name, replaced)
-
-
-def writing_slowly(job: Job, deaths: tuple[Death, ...], send: Send) -> Outcome:
-    """As `dying`; in the first attempt, rank 0 needs seconds to write the checkpoint of step 3."""
-    write, is_slow = storage.save_file, attempt() == 0 and os.environ["RANK"] == "0"
-
-    def save_file(tensors: Any, path: Path) -> None:
-        if is_slow and "step_00000003" in str(path):
-            time.sleep(4)
-        write(tensors, path)
-
-    storage.save_file = save_file
-    return dying(job, deaths, send)
-
-
-def _step(of: Any) -> int:
-    return int(of.run.step)
-
-
-def _dies_copying(step: int) -> None:
-    """Die in a copy of the state, after the parts are copied and before the ranks have agreed on it."""
-    _dies_before(mplug_heal.copies.Copying, "_backed", lambda _: STEP[0], step)
-    _dies_before(DefaultStepper, "update", lambda stepper: STEP.__setitem__(0, stepper.run.step) or 0, -1)
-
-
-def _raises(step: int) -> None:
-    method = DefaultStepper.update
-
-    def update(self: DefaultStepper, lr: float, weight_decay: float) -> Any:
-        if self.run.step == step:
-            raise ValueError("a fault of its own")
-        return method(self, lr, weight_decay)
-
-    DefaultStepper.update = update  # type: ignore[method-assign]
-
-
-def _asks_and_dies(step: int) -> None:
-    """Ask for another layout in the first step, and die under it."""
-    apply, mplug_heal.relayouts.INTERVAL = DefaultStepper.apply, 0.0
-
-    def asking(self: DefaultStepper, *arguments: Any) -> Any:
-        if self.run.step == 1:
-            assert self.run.directory is not None
-            ask(self.run.directory, "fsdp2")
-        if self.run.step == step:
-            assert self.run.config.parallel.layout == "fsdp2"
-            os.kill(os.getpid(), signal.SIGKILL)
-        return apply(self, *arguments)
-
-    DefaultStepper.apply = asking  # type: ignore[method-assign]
-
-
-STEP = [0]
-PREPARED: dict[str, Callable[[int], None]] = {
-    "forward": lambda step: _dies_before(DefaultStepper, "entries", _step, step),
-    "backward": lambda step: _dies_before(DefaultStepper, "loss_gradient", _step, step),
-    "reduction": lambda step: _dies_before(Reduction, "finish", lambda one: one.run.step, step),
-    "update": lambda step: _dies_before(DefaultStepper, "apply", _step, step),
-    "save": lambda step: _dies_before(Saver, "save", _step, step),
-    "copy": _dies_copying,
-    "relayout": _asks_and_dies,
-    "error": _raises,
-    "stop": lambda step: _dies_before(DefaultStepper, "apply", _step, step, signal.SIGSTOP),
-}
-
-
-def healed(
-    folder: Path, layout: str, settings: dict[str, Any], *deaths: Death, doing: Callable[..., Outcome] = dying
-) -> Outcome:
-    job = Job(tiny_settings(), overrides({**settings, "parallel.layout": layout}), folder / "runs" / "one", None)
-    run = prepare(tiny_config({**SETTINGS, **settings, "parallel.layout": layout}))
-    healer = healer_of(run)
-    assert healer is not None
-    healing = healer.plan(run, None, job.base, job.overrides)
-    job = Job(job.base, job.overrides, job.directory, None, layouts=healing.layouts)
-    found: Outcome = launch(run.mesh.world_size, doing, job, deaths, supervisor=supervisor_of(run), healing=healing)
-    return found
-
-
-def figures(folder: Path) -> list[dict[str, float]]:
-    names = ("step", "loss", "grad_norm", "tokens", "val_loss")
-    return [{name: record[name] for name in names if name in record} for record in read_records(folder / METRICS)]
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +46,15 @@ def assert_same(folder: Path, expected: list[dict[str, float]]) -> None:
     assert [path.name for path in complete(folder / "runs" / "one" / "checkpoints")][-1] == f"step_{STEPS:08}"
 
 
-def continued_after(folder: Path) -> list[int]:
-    """The steps after which rank 0 has continued from copies."""
-    text = (folder / "runs" / "one" / "logs" / "rank0.log").read_text()
-    return [int(step) for step in re.findall(r"the run continues after step (\d+), from the copies", text)]
-
-
 def test_a_run_goes_on_with_fewer_ranks_after_a_death_in_an_update(
     tmp_path: Path, undisturbed: list[dict[str, float]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    healed(tmp_path, "dp2", {}, (4, 0, "update"))
+    """A copy precedes each save, so the run repeats no step that a checkpoint has, however rare copies are."""
+    healed(tmp_path, "dp2", {"extensions.heal.every": 5}, (5, 0, "update"))
     assert_same(tmp_path, undisturbed)
-    sentence = "in step 4, died of SIGKILL; the run goes on in 1 process\n"
+    sentence = "in step 5, died of SIGKILL; the run goes on in 1 process\n"
     assert re.search(rf"^mplug: rank 0 on \S+, {sentence}", capfd.readouterr().err, re.MULTILINE)
-    assert continued_after(tmp_path) == [2]
+    assert continued_after(tmp_path) == [3]
 
 
 @pytest.mark.wide("kills")
@@ -201,7 +65,7 @@ def test_a_spare_process_replaces_one_whose_shards_no_replica_holds(
     assert_same(tmp_path, undisturbed)
     sentence = "in step 5, died of SIGKILL; the run goes on in 2 processes, with 1 spare process\n"
     assert re.search(rf"^mplug: rank 1 on \S+, {sentence}", capfd.readouterr().err, re.MULTILINE)
-    assert continued_after(tmp_path) == [4]
+    assert continued_after(tmp_path) == [3]
 
 
 @pytest.mark.wide("kills")
@@ -212,9 +76,9 @@ def test_a_spare_process_replaces_one_whose_shards_no_replica_holds(
 def test_a_death_at_any_moment_of_a_step_loses_nothing(
     tmp_path: Path, undisturbed: list[dict[str, float]], layout: str, spares: int, rank: int, moment: str
 ) -> None:
-    step = {"save": 3, "copy": 4}.get(moment, 5)
+    step, last_copy = {"save": (3, 3), "copy": (3, 2)}.get(moment, (5, 3))
     healed(tmp_path, layout, {"extensions.heal.spares": spares}, (step, rank, moment))
-    assert continued_after(tmp_path) == [2 if step < 5 else 4]
+    assert continued_after(tmp_path) == [last_copy]
     assert_same(tmp_path, undisturbed)
 
 
@@ -222,7 +86,7 @@ def test_a_death_at_any_moment_of_a_step_loses_nothing(
 def test_a_death_while_a_checkpoint_is_written(tmp_path: Path, undisturbed: list[dict[str, float]]) -> None:
     """The threads that write wait for each other, and for the dead rank; the step is saved again soon."""
     healed(tmp_path, "fsdp4", {"extensions.heal.spares": 1}, (4, 2, "update"), doing=writing_slowly)
-    assert continued_after(tmp_path) == [2]
+    assert continued_after(tmp_path) == [3]
     assert_same(tmp_path, undisturbed)
     for path in complete(tmp_path / "runs" / "one" / "checkpoints"):
         manifest = read_manifest(path)
@@ -256,6 +120,16 @@ def test_a_run_changes_its_layout_and_goes_on_after_a_death(
     healed(tmp_path, "dp2", asking, (5, 0, "relayout"))
     assert_same(tmp_path, undisturbed)
     assert continued_after(tmp_path) == [4]
+
+
+@pytest.mark.wide("kills")
+def test_a_run_goes_on_after_a_death_changes_its_layout_and_goes_on_after_another_death(
+    tmp_path: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    settings = {"extensions.heal.spares": 2, "extensions.heal.every": 1}
+    healed(tmp_path, "dp2", settings, (2, 1, "update"), (5, 0, "relayout"))
+    assert_same(tmp_path, undisturbed)
+    assert continued_after(tmp_path) == [1, 4]
 
 
 @pytest.mark.wide("kills")
@@ -355,7 +229,7 @@ def test_a_run_forgets_all_generations_but_the_one_from_which_it_goes_on() -> No
         copying.keep(run, position)
     newest = run.kept["heal"][-1]
     run.kept["heal"].append(replace(newest, key=(3, 0), size=2))
-    assert restore(run, position)
+    assert restore(run, position, Copying(1, None))
     assert run.step == 2
     assert run.kept["heal"] == [newest]
 

@@ -35,7 +35,11 @@ class Healer(Protocol):
         """Whether to copy the state after the step `run.step`; the same on all ranks."""
 
     def keep(self, run: "Run", position: "Position") -> None:
-        """Copy the state after the step `run.step`. Collective. No step, save or evaluation is under way."""
+        """Copy the state after the step `run.step`. Collective. No step, save or evaluation is under way.
+
+        Called if `is_due` says so, and before each save: a run that goes on from copies never repeats steps that a
+        checkpoint has.
+        """
 
 
 def healer_of(run: "Run") -> Healer | None:

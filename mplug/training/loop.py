@@ -198,6 +198,13 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
             val_loss = _evaluate(run, position.parts, report, time_left)
             report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
         is_due = save_times.is_due(run)
+        if healer is not None and (last or report.stop or is_due or healer.is_due(run)):
+            began = time.monotonic()
+            _let_write(run, position, report)
+            run.enter(Activity.COPYING)
+            healer.keep(run, position)  # before a save, so that no checkpoint is newer than the copies
+            report.pause()
+            save_times.exclude(time.monotonic() - began)
         if last or report.stop or is_due:
             report.settle()
             report.publish()
@@ -217,13 +224,6 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
             began = time.monotonic()
             _change_layout(run, position, report, relayouts)
             time_left.skip_step()
-            save_times.exclude(time.monotonic() - began)
-        if healer is not None and not (last or report.stop) and healer.is_due(run):
-            began = time.monotonic()
-            _let_write(run, position, report)
-            run.enter(Activity.COPYING)
-            healer.keep(run, position)
-            report.pause()
             save_times.exclude(time.monotonic() - began)
     run.enter(Activity.WRITING)
     position.saver.wait()

@@ -30,7 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-TOOLS = ("ip", "nsenter", "unshare")
+TOOLS = ("nsenter", "unshare")
+LINKS = (sys.executable, "-S", os.fspath(Path(__file__).with_name("links.py")))
+"""The command that makes network links."""
 READY = "echo ready && exec cat"
 """What holds a namespace: it ends with its standard input, thus at the latest with the test process."""
 
@@ -95,8 +97,8 @@ class Machines:
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mplug-machines-")))
             self._switch = _hold(stack, ["unshare", "--user", "--map-root-user", "--net"])
-            self._in_switch("ip", "link", "add", "switch", "type", "bridge")
-            self._in_switch("ip", "link", "set", "switch", "up")
+            self._in_switch("bridge", "switch")
+            self._in_switch("up", "switch")
             for number in range(self._number):
                 self._machines.append(self._machine(stack, number))
             stack.callback(self._kill_all)
@@ -108,13 +110,14 @@ class Machines:
 
     def cut(self, number: int) -> None:
         """Pull a machine's cable: packets are lost in both directions, and no connection is told."""
-        self._in_switch("ip", "link", "set", f"port{number}", "down")
+        self._in_switch("down", f"port{number}")
 
     def mend(self, number: int) -> None:
-        self._in_switch("ip", "link", "set", f"port{number}", "up")
+        self._in_switch("up", f"port{number}")
 
     def _in_switch(self, *words: str) -> None:
-        _run([*_enter(self._switch, "--net"), *words])
+        """Run `links.py` in the namespace of the switch."""
+        _run([*_enter(self._switch, "--net"), *LINKS, *words])
 
     def _machine(self, stack: ExitStack, number: int) -> Machine:
         name, address, address6 = f"node{number + 1:02d}", f"10.77.0.{number + 1}", f"fd77::{number + 1}"
@@ -128,13 +131,11 @@ class Machines:
             for other in range(self._number)
         )
         hosts.write_text(f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n127.0.1.1 {name}\n{others}")
-        self._in_switch("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        self._in_switch("ip", "link", "set", f"port{number}", "master", "switch", "up")
-        script = (
-            f"ip link set lo up && ip link set eth0 up && ip address add {address}/24 dev eth0 && "
-            f"ip address add {address6}/64 dev eth0 nodad && mount --bind '{hosts}' /etc/hosts && "
-            f"mount --bind '{resolver}' /etc/resolv.conf"
-        )
+        self._in_switch("cable", f"port{number}", "switch", "eth0", str(pid))
+        self._in_switch("up", f"port{number}")
+        _run(machine.words(*LINKS, "up", "lo", "eth0"))
+        _run(machine.words(*LINKS, "address", "eth0", f"{address}/24", f"{address6}/64"))
+        script = f"mount --bind '{hosts}' /etc/hosts && mount --bind '{resolver}' /etc/resolv.conf"
         _run(machine.words("sh", "-c", script))
         _run(machine.words(sys.executable, "-S", "-c", f"import socket; socket.sethostname('{name}')"))
         return machine

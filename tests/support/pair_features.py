@@ -30,6 +30,8 @@ TEACHERS_UNITS = 1 + _GENERAL["objective"]["distill"]["objectives.distill.teache
 DIVISIONS = ("data", "tensor", "context", "pipeline", "experts")
 """The features with strategies that divide what one process computes."""
 STRATEGIES = ("workers", *DIVISIONS)
+HEALED = ("healed with a spare", "healed with fewer")
+"""The values of `resume` with which a rank dies in the second step."""
 MATHEMATICS = (
     "family",
     "mixing",
@@ -102,8 +104,8 @@ PRODUCT = {
 
 def small_enough(case: Case) -> bool:
     """At most two strategies: a case has at most 4 ranks. Its micro batches fit into the run that resumes it."""
-    is_small = sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2
-    return is_small and _has_samples(case) and _resumes_alike(case)
+    strategies = sum(case.get(name, "none") != "none" for name in STRATEGIES) + _is_replicated(case)
+    return strategies <= 2 and _has_samples(case) and _resumes_alike(case)
 
 
 def _has_samples(case: Case) -> bool:
@@ -213,7 +215,8 @@ def _mathematics(case: Case) -> Settings:
 
 def _execution(case: Case) -> Settings:
     found: Settings = {}
-    words = []
+    replicas = ["dp4" if _is_ep_alone(case) else "dp2"]  # the ranks of experts are data-parallel ranks too
+    words = replicas if _is_replicated(case) else []
     for name in (name for name in FEATURES if name in case and name not in MATHEMATICS):
         own = dict(_values_of(case, name)[case[name]])
         words.append(own.pop("parallel.layout", ""))
@@ -227,7 +230,14 @@ def _execution(case: Case) -> Settings:
 def _samples(case: Mapping[str, str]) -> int:
     """Samples of a micro batch of a case."""
     ranks = 2 if case["data"] != "none" or _is_ep_alone(case) else 1
-    return BATCH // workers_of(case) // ranks // int(case["micro batches"])
+    return BATCH // workers_of(case) // (ranks * (1 + _is_replicated(case))) // int(case["micro batches"])
+
+
+def _is_replicated(case: Mapping[str, str]) -> bool:
+    """Whether a case has two data-parallel ranks beside its strategies, so that it can go on after a death."""
+    needing = {"healed with a spare": STRATEGIES, "healed with fewer": ("workers", "data")}
+    names = needing.get(case.get("resume", ""), ())
+    return bool(names) and all(case.get(name, "none") == "none" for name in names)
 
 
 def _is_ep_alone(case: Mapping[str, str]) -> bool:

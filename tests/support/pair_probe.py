@@ -3,7 +3,8 @@
 from unittest.mock import patch
 
 from covering import Case
-from pair_features import settings_of
+from pair_deaths import healing_of
+from pair_features import HEALED, settings_of
 
 from mplug.errors import UsageError
 from mplug.model.build import build_model
@@ -19,6 +20,8 @@ def refusal_of(case: Case) -> str:
     with patch("mplug_estimates.unmet.kernels_that_would_do", return_value=""):
         try:
             refuse_unsavable_states(run := tiny_run(settings_of(case)), build_model(run))
+            if case.get("resume") in HEALED:
+                healing_of(settings_of(case))
         except UsageError as error:
             return str(error)
     return ""

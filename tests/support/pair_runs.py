@@ -61,11 +61,22 @@ def follow(
     `between` is called after the save.
     """
     run = as_rank(prepare(tiny_config(settings), directory=directory))
-    parts, trace = build(run), Trace()
-    position = Position(run, parts)
-    make_directory(run)
+    position = begun(run)
     if resume_from is not None:
         position.load(position.choose(resume_from))
+    return finished(run, position, between)
+
+
+def begun(run: Run) -> Position:
+    """The parts and the folder of a run that has done no step."""
+    position = Position(run, build(run))
+    make_directory(run)
+    return position
+
+
+def finished(run: Run, position: Position, between: Callable[[Run, Position], None] = nothing) -> Trace:
+    """The remaining steps of a run, with a save after the first one, and an evaluation."""
+    parts, trace = position.parts, Trace()
     trace.weights[run.step] = _held(run, parts)
     trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
     while run.step < STEPS:

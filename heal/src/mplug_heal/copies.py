@@ -67,6 +67,10 @@ class Copying:
         self._parts: Callable[[], object] = lambda: None
         self._known: LiveState | None = None
 
+    def reuse(self, position: Position, known: LiveState) -> None:
+        """Use the index of copies from which the run goes on under the same layout: the ranks need not agree on it."""
+        self._known, self._parts = known, weakref.ref(position.parts)
+
     def is_due(self, run: Run) -> bool:
         """Whether to copy after this step."""
         return run.step >= self._next
@@ -164,10 +168,11 @@ def _buffer(
     return torch.empty(shape, dtype=dtype, pin_memory=pinned)
 
 
-def restore(run: Run, position: Position) -> bool:
+def restore(run: Run, position: Position, copying: Copying) -> bool:
     """Continue after the last step whose copies the processes hold completely. Collective.
 
-    False if they hold no complete generation; the run then begins as it would without copies.
+    False if they hold no complete generation; the run then begins as it would without copies. `copying` makes the next
+    copies.
     """
     own = {one.key: one for one in run.kept.get(KEPT, [])}
     announced = run.gathered({key: (one.size, sorted(one.parts)) for key, one in own.items()})
@@ -184,6 +189,8 @@ def restore(run: Run, position: Position) -> bool:
     live, facts = from_rank(run, first, sent) or (None, None)
     assert live is not None
     assert facts is not None
+    if holders.keys() == set(range(_size(run))) and facts["layout"] == run.config.parallel.layout:
+        copying.reuse(position, live)
     parts = own[key].parts if key in own else {}
     nearest = {file_of(rank): run.rank if rank in parts else holder for rank, holder in holders.items()}
     live = replace(live, own=_merged(parts.values()), holders=nearest)

@@ -73,9 +73,10 @@ class Heal:
 
     def restore(self, run: "Run", position: "Position") -> bool:
         """Continue after the last step whose copies the processes hold completely."""
-        from mplug_heal.copies import restore, saved_position
+        from mplug_heal.copies import Copying, restore, saved_position
 
-        return restore(run, saved_position(position))
+        self._copies = Copying(self.config.every, self.config.hours_between_failures)
+        return restore(run, saved_position(position), self._copies)
 
     def is_due(self, run: "Run") -> bool:
         """Whether to copy the state after this step."""
@@ -83,11 +84,10 @@ class Heal:
         return self._copies.is_due(run)
 
     def keep(self, run: "Run", position: "Position") -> None:
-        """Copy the state after this step."""
-        from mplug_heal.copies import Copying, saved_position
+        """Copy the state after this step; a run asks for `restore` before."""
+        from mplug_heal.copies import saved_position
 
-        if self._copies is None:
-            self._copies = Copying(self.config.every, self.config.hours_between_failures)
+        assert self._copies is not None
         self._copies.keep(run, saved_position(position))
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mplug.distributed.world import World
     from mplug.training.preflight import Preflight
 
-SAMPLES = "batch"
-"""The samples of a micro batch, among what modules mix."""
 MOST = 8
 """Maximum number of smaller layouts: a run loses processes one by one, and may be resumed at any time."""
 EMPTY = '""'
@@ -87,6 +85,7 @@ def _words(run: Run) -> Iterator[str]:
 def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[int, Settings]:
     """(processes, settings) of the run under a layout. UsageError unless it divides only its data among fewer ranks."""
     from mplug.model.build import build_model  # imports torch
+    from mplug_invariance import mixes_samples
 
     layout = f"parallel.layout={word or EMPTY}"
     free = read_assignments([layout, "trainer.micro_batch_size=null"], SOURCE)
@@ -97,7 +96,7 @@ def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[
     settings = read_assignments([layout, f"trainer.micro_batch_size={size}"], SOURCE)
     other = prepare(resolve(Registry(), base, merge(overrides, settings)))
     model = build_model(other)
-    if size != run.micro_batch_size and any(SAMPLES in (module.axes or ()) for module in model.mixing):
+    if size != run.micro_batch_size and mixes_samples(model):
         raise UsageError("a module mixes the samples of a micro batch, and the micro batches would differ")
     preflight: Preflight | None = provided("preflights")
     if preflight is not None:
@@ -115,8 +114,7 @@ def _micro_batch_size(run: Run, other: Run) -> int:
 
 def _of_model(run: Run) -> dict[str, int]:
     """The mesh axes that divide the model, and their sizes."""
-    return {
-        name: axis.size
-        for name, axis in run.mesh.axes.items()
-        if axis.size > 1 and (axis.splits or "batch" not in axis.entries)
-    }
+    from mplug_invariance import divides_samples_alone  # imports torch
+
+    axes = run.mesh.axes.items()
+    return {name: axis.size for name, axis in axes if axis.size > 1 and not divides_samples_alone(axis)}

@@ -151,6 +151,16 @@ def _as_axes(value: Any, owner: str) -> frozenset[str]:
     return frozenset(value)
 
 
+def mixes_samples(model: Model) -> bool:
+    """Whether a module of the model mixes the samples of a micro batch, so that its size changes what is computed."""
+    return any(SAMPLES in (statement.axes or ()) for statement in model.mixing)
+
+
+def divides_samples_alone(axis: Axis) -> bool:
+    """Whether ranks along a mesh axis have different samples and the same parts of the model."""
+    return SAMPLES in axis.entries and not axis.splits
+
+
 @dataclass(frozen=True)
 class _Case:
     """A mesh axis divides a named axis that a module mixes, or may mix."""

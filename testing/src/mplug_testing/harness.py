@@ -85,10 +85,15 @@ class Trace:
 
 def tiny_config(settings: TinySettings) -> "RunConfig":
     """The default run, overridden by the tiny run, overridden by `settings`; UsageError if they are invalid."""
+    return resolve(installed_plugins(), tiny_settings(), overrides_of(settings))
+
+
+def overrides_of(settings: TinySettings) -> Settings:
+    """The settings of a test as the overrides of a run."""
     own: Settings = {}
     for name, value in settings.items():
         own = merge(own, from_mapping(value, "the suite's settings", tuple(name.split("."))))
-    return resolve(installed_plugins(), tiny_settings(), own)
+    return own
 
 
 @cache

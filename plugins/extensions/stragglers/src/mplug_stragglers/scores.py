@@ -13,8 +13,11 @@ PHRASES = {
     "host": "runs Python",
 }
 """The kinds of work in which a rank can be slow, and what it does then. A rank that waits for others is not slow."""
-LEAST = 0.02
-"""Fraction of the step below which a difference between ranks in a kind of work does not matter."""
+LEAST = 0.05
+"""Fraction of the step below which a difference between ranks in a kind of work does not matter.
+
+A few milliseconds of Python on a busy core are a large multiple of the other ranks' time, and 4% of a short step.
+"""
 
 
 def scores(times: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mplug import Model, Run
 from mplug.commands import IN_CPU_MEMORY, build_model
 from mplug_bench.clocks import Clocks
-from mplug_bench.probes import COPIED, REPEATS, WARMUP, Work, copy_within, cpu_links, launches
+from mplug_bench.probes import COPIED, REPEATS, WARMUP, Work, beside_products, copy_within, cpu_links, launches
 from mplug_bench.probes import products as usual_products
 from mplug_estimates import measure_bytes, timed
 from mplug_nn import AttentionInputs, AttentionSpec, Narrow, Operand, Sink
@@ -95,6 +95,8 @@ def ceilings(run: Run, of_machine: bool = True) -> Limits:
     if of_machine:
         for what, work in usual_products(run.precision.activation_dtype, device).items():
             probing.rate(f"{what}, TFLOP/s", [work])
+        for what, (moved, call) in beside_products(run.precision.activation_dtype, device).items():
+            rates[f"{what}, TB/s"] = moved / probing.seconds(f"{what}, TB/s", call) / 1e12
         rates.update({**cpu_links(device), **launches(device), **_bus_rates(run)})
     for kind, what, works in (
         ("GEMM", "the model's own products", products(run, model)),

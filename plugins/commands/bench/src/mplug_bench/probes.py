@@ -9,6 +9,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from mplug_estimates import timed
 from mplug_nn.grouped import add_grouped_product, grouped_product
@@ -23,6 +24,8 @@ GROUPS = {"cuda": ((8, 4096, 2048, 6400), (64, 1536, 2048, 1408)), "cpu": ((2, 6
 """Groups, rows of each, input width and output width of the grouped products."""
 COPIED = {"cuda": 2**30, "cpu": 2**24}
 """Number of bytes that are copied within memory."""
+WIDTHS = {"cuda": (16384, 2048), "cpu": (64, 64)}
+"""Rows and columns of the kernels between products; an activation has four times as many columns."""
 BETWEEN = 2**28
 """Number of bytes that are copied between a GPU and the memory of the CPU."""
 LAUNCHED = 1000
@@ -102,6 +105,31 @@ def copy_within(device: str) -> Callable[[], object]:
     """A copy within memory."""
     source, target = (torch.ones(COPIED[device] // 4, device=device) for _ in range(2))
     return lambda: target.copy_(source)
+
+
+def beside_products(dtype: torch.dtype, device: str) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Compiled kernels as blocks have them between products: bytes read and written, and a call.
+
+    A norm of a sum reads two tensors of rows and writes two; the gradient of an activation reads two and writes one.
+    """
+    (rows, width), wide = WIDTHS[device], 4 * WIDTHS[device][1]
+    x, residual = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.randn(width, device=device, dtype=dtype)
+    hidden, grad = (torch.randn(rows, wide, device=device, dtype=dtype) for _ in range(2))
+
+    def norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return total, torch.nn.functional.layer_norm(total, weight.shape, weight)
+
+    def activation(grad: Tensor, hidden: Tensor) -> Tensor:
+        return torch.ops.aten.gelu_backward(grad, hidden)
+
+    if device == "cuda":
+        norm, activation = torch.compile(norm), torch.compile(activation)
+    return {
+        "norm of a sum, read and written": (4 * x.nbytes, lambda: norm(x, residual, weight)),
+        "gradient of an activation, read and written": (3 * hidden.nbytes, lambda: activation(grad, hidden)),
+    }
 
 
 def cpu_links(device: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mplug_plan.machine import machine_of
+from mplug_plan.chips import machine_of
 from mplug_plan.planned import Planned, Planner
 from mplug_plan.search import search
 

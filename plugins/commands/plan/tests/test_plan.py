@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 from mplug_plan import command
 from mplug_plan.kernels import Kernels
-from mplug_plan.machine import LAUNCH, Link, Machine, machine_of
+from mplug_plan.chips import machine_of
+from mplug_plan.machine import LAUNCH, Link, Load, Machine, Power
 from mplug_plan.planned import Built, Planner
 from mplug_plan.search import search
 from mplug_plan.simulate import boxes_of, page_of

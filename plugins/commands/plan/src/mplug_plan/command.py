@@ -60,7 +60,7 @@ def command(
     """
     from mplug import UsageError, write_whole
     from mplug.commands import overrides
-    from mplug_plan.machine import machine_of
+    from mplug_plan.chips import machine_of
     from mplug_plan.planned import Planner
     from mplug_plan.search import search
     from mplug_plan.simulate import write_page

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from pathlib import Path
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from mplug import UsageError
 from mplug.commands import (
+    IN_CPU_MEMORY,
     Registry,
     Settings,
     build_model,
@@ -87,10 +91,12 @@ class Built:
             more = (*more, f"trainer.micro_batch_size={micro_batch_size}")
             run = planner.prepared(self.layout, more)
             run.device = self.run.device
-        stages = estimate_activations(run, self.model, planner.kernels.supplied)
+        # A machine without GPUs moves no activations to the memory of the CPU; the planned run does.
+        stages = estimate_activations(replace(run, device="cuda"), self.model, planner.kernels.supplied)
         largest = max(stages, key=lambda stage: stage.expected)
         held = self._held_with(run, exact)
         step = predict(run, self.model, planner.machine, planner.kernels, held)
+        held.pop(IN_CPU_MEMORY, None)
         trainer = run.config.trainer
         samples, length = trainer.global_batch_size, trainer.seq_length
         return Planned(
@@ -172,7 +178,7 @@ class Planner:
             for key, one in merge(self._defaults, settings).items()
             if len(key) == 2 and key[0] == "kernels" and isinstance(one.value, str | list | None)
         }
-        self.kernels = Kernels.of(self._chosen)
+        self.kernels = Kernels.of(self._chosen, keeps_weights=self.value("kernels", "fp8", "keep_weights") is True)
         self.state_bytes = 2.0 * FP32
         """Bytes of the optimizer's state for each element that a rank owns; the search measures them."""
         self._registry = Registry()
@@ -233,7 +239,12 @@ class Planner:
             }
         if "tp" in layout and not self.is_set("parallel", "tp", "overlap"):
             found["parallel"] = {"tp": {"overlap": True}}
-        return from_mapping(found, PLAN)
+        replaced = [
+            f"{one['field']}={one['instead']}"
+            for one in yaml.safe_load(Path(__file__).with_name("on_gpus.yaml").read_text(encoding="utf-8"))
+            if self.value(*one["field"].split(".")) == one["value"]
+        ]
+        return merge(from_mapping(found, PLAN), read_assignments(replaced, PLAN))
 
 
 def refusal(error: UsageError) -> str:

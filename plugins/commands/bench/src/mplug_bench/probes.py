@@ -145,6 +145,7 @@ def cpu_links(device: str) -> dict[str, float]:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
+        for stream in streams:
             current.wait_stream(stream)
 
     calls = {

@@ -31,6 +31,7 @@ def machine_of(word: str, limits: Path | None, gpus_per_node: int | None, memory
         product_rate=facts["product_tflops"] * 1e12,
         half_depth=facts["half_depth"],
         attention_rate=facts["attention_tflops"] * 1e12,
+        half_length=facts["half_length"],
         copy_rate=facts["copy_tb"] * 1e12,
         kernel_rate=facts["kernel_tb"] * 1e12,
         cast_rate=facts["cast_tb"] * 1e12,

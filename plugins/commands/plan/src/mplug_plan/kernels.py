@@ -15,7 +15,7 @@ class Kernels:
     `supplied` are kinds whose results backward keeps (norms). `fuses_activation` says that the products of an MLP
     compute its activation, `fuses_casts` that norms and activations write the 8-bit inputs of products. `attention` is
     the factor of the rate of attention, `grouped` the part of the rate of products that grouped products reach (None:
-    torch's). `keeps_weights` says that copies of weights in 8 bits last for a step. `assumed` are the kernels that a machine without GPUs cannot check.
+    torch's). `between` is the factor of the rate of kernels between products. `keeps_weights` says that copies of weights in 8 bits last for a step. `assumed` are the kernels that a machine without GPUs cannot check.
     """
 
     supplied: frozenset[str] = frozenset()
@@ -23,6 +23,7 @@ class Kernels:
     fuses_casts: bool = False
     attention: float = 1.0
     grouped: float | None = None
+    between: float = 1.0
     keeps_weights: bool = False
     assumed: tuple[str, ...] = ()
 
@@ -50,6 +51,7 @@ class Kernels:
             fuses_casts="norm_product" in kinds,
             attention=float(attention.get("attention", 1.0)),
             grouped=facts.get(kinds.get("experts", ""), {}).get("grouped"),
+            between=float(facts.get(kinds.get("norm", ""), {}).get("between", 1.0)),
             keeps_weights=keeps_weights,
             assumed=tuple(sorted(name for name in {*kinds.values(), *rivals} if facts.get(name, {}).get("gpu"))),
         )

@@ -24,6 +24,7 @@ BETWEEN = (
 CPU = "copies in both directions, each, GB/s"
 """Names of the rates in a file of `mplug bench --limits --out`."""
 DEEP = re.compile(r"(\S+) product of (\d+) x \2 results, depth (\d+), TFLOP/s")
+LENGTH = re.compile(r"attention of (\d+) tokens, forward and backward, TFLOP/s")
 GROUPED = re.compile(r"grouped (product|gradient of weights) in .*, (\d+) groups of (\d+) rows, (\d+) to (\d+), TFLOP/s")
 USUAL_DEPTH = 4300
 """The harmonic mean of the inner dimensions of a decoder's products, forward and backward (gpt 1.7b)."""
@@ -56,8 +57,7 @@ def measured(machine: Machine, file: Path) -> Machine:
         changes["product_rate"] = rate
     if COPY in rates:
         changes["copy_rate"] = rates[COPY] * 1e12
-    if ATTENTION in rates:
-        changes["attention_rate"] = rates[ATTENTION] * 1e12
+    changes |= _of_attention(rates)
     if all(name in rates for name in BETWEEN):
         changes["kernel_rate"] = changes["cast_rate"] = len(BETWEEN) / sum(1 / rates[name] for name in BETWEEN) * 1e12
     if CPU in rates:
@@ -74,8 +74,20 @@ def _power(clocks: Mapping[str, float], watts: Mapping[str, float], chip: Mappin
     names = (OWN, ATTENTION, COPY)
     if len(chip) < 2 or not all(name in clocks for name in names):
         return None
-    loads = (Load(clocks[name], watts[name]) for name in names)
+    # The energy counter is coarse. Work that lowers the clock takes what the limit allows.
+    limit, largest = chip["power limit, W"], chip["largest clock, MHz"]
+    loads = (Load(clocks[name], limit if clocks[name] < 0.98 * largest else min(watts[name], limit)) for name in names)
     return Power(chip["power limit, W"], chip["largest clock, MHz"], *loads)
+
+
+def _of_attention(rates: Mapping[str, float]) -> dict[str, float]:
+    """The rate of attention of long sequences, and the length at which it reaches half of it."""
+    seconds = {int(match[1]): int(match[1]) / rate for name, rate in rates.items() if (match := LENGTH.fullmatch(name))}
+    if len(seconds) > 1:
+        short, long = min(seconds), max(seconds)
+        slope = (seconds[long] - seconds[short]) / (long - short)
+        return {"attention_rate": 1e12 / slope, "half_length": max(seconds[short] / slope - short, 0.0)}
+    return {"attention_rate": rates[ATTENTION] * 1e12, "half_length": 0.0} if ATTENTION in rates else {}
 
 
 def _of_shapes(rates: Mapping[str, float], clocks: Mapping[str, float]) -> dict[str, float]:
@@ -96,7 +108,7 @@ def _of_shapes(rates: Mapping[str, float], clocks: Mapping[str, float]) -> dict[
     found = {"half_depth": max(usual[low] / slope - low, 0.0)}
     if len(eight) > 1:
         low, high = min(eight), max(eight)
-        found["speedup8"] = slope / ((eight[high] - eight[low]) / (high - low))
+        found["speedup8"] = min(slope / ((eight[high] - eight[low]) / (high - low)), 2.0)  # the ratio of the peaks
     return found
 
 

@@ -62,7 +62,7 @@ class Machine:
     """Limits of a GPU and of its links. Rates are per second: FLOPs, bytes.
 
     `product_rate` is what products approach if their inner dimension is long; a product whose inner dimension is
-    `half_depth` reaches half of it. `speedup8` is the ratio of the rates of 8-bit and 16-bit products. `grouped` and
+    `half_depth` reaches half of it; so does attention with `attention_rate` and the length `half_length`. `speedup8` is the ratio of the rates of 8-bit and 16-bit products. `grouped` and
     `grouped_weights` are the parts of the rate of products that grouped products of torch reach. `kernel_rate` is the
     rate of kernels between products, `cast_rate` that of casts to 8 bits, and `cpu_rate` that of copies to and from the
     memory of the CPU, each direction. `source` says where the figures are from.
@@ -76,6 +76,7 @@ class Machine:
     product_rate: float
     half_depth: float
     attention_rate: float
+    half_length: float
     copy_rate: float
     kernel_rate: float
     cast_rate: float

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 RESERVED = 3.0
 """GiB of a GPU that the run's tensors cannot use: CUDA's context, buffers of NCCL, fragments."""
 FP32 = 4
+SCAN = "Scan.core"
+"""The slot of scans, whose rate no limit states."""
 PLAN = "plan"
 """The source of settings that the plan chooses, in messages of the host."""
 
@@ -79,6 +81,8 @@ class Built:
         self.run = planner.prepared(layout, assignments)
         self.model: Model = build_model(self.run)
         self._held: dict[str, int] | None = None
+        scans = sum(slot.site.slot == SCAN for slot in self.model.slots)
+        planner.unknown = f"the scans of {scans} blocks of a stage" if scans else ""
 
     def planned(self, micro_batch_size: int | None = None, exact: bool = False) -> Planned:
         """What the run needs with a size of micro batches; None: the size of the settings.
@@ -181,6 +185,8 @@ class Planner:
         self.kernels = Kernels.of(self._chosen, keeps_weights=self.value("kernels", "fp8", "keep_weights") is True)
         self.state_bytes = 2.0 * FP32
         """Bytes of the optimizer's state for each element that a rank owns; the search measures them."""
+        self.unknown = ""
+        """Work of the model whose time is not predicted; empty if there is none."""
         self._registry = Registry()
 
     def prepared(self, layout: str, assignments: tuple[str, ...] = ()) -> "Run":

@@ -23,9 +23,10 @@ MOST_DRAWN = 4096
 """Micro batches of all stages that a timeline has, at most."""
 MOST_ROUNDS = 3
 """Rounds of micro batches (one for each stage) that are simulated; further ones take as long as the last."""
-IDLE = 5e-7
-"""Seconds between the kernels of a rank, and how many kernels a unit has, forward and backward."""
+IDLE = 9e-7
+"""Seconds in which a kernel begins and ends (`mplug bench --limits`: an empty kernel in a CUDA graph)."""
 KERNELS = 40
+"""Kernels of a unit forward; backward has twice as many."""
 
 
 @dataclass(frozen=True)
@@ -245,14 +246,14 @@ def _names_in(model: "Model", unit: str) -> list[str]:
 
 
 def _update(run: "Run", model: "Model", machine: "Machine", held: dict[str, int]) -> float:
-    """Seconds of an update: masters and states are read and written, gradients read, weights written.
+    """Seconds of an update: masters and states are read and written, weights written, gradients read.
 
-    States in the memory of the CPU travel to the GPU and back, in both directions at once. An optimizer of whole
+    Clipping reads gradients once more, for their norm. States in the memory of the CPU travel to the GPU and back, in both directions at once. An optimizer of whole
     matrices multiplies them too.
     """
     weights, state = held.get("weights", 0), held.get("optimizer state", 0)
     masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights
-    moving = (masters + 2 * state + held.get("gradients", 0)) / machine.copy_rate
+    moving = (masters + 2 * state + 2 * held.get("gradients", 0)) / machine.copy_rate
     far = held.get(IN_CPU_MEMORY, 0) / machine.cpu_rate
     return max(moving, far) + orthogonalising(run, model, machine)
 

@@ -114,6 +114,7 @@ class Costs:
         self.filled = {(one.site.role, one.site.slot): one.offer for one in model.slots}
         self.recomputed = self._recomputed()
         self.base = set(model.base_modules or ())
+        self.sequence = run.config.resolved()["parallel"].get("cp", {})
         stages = run.mesh.axes[model.stages.axis].size if model.stages.axis else 1
         self.ranks_of_stage = run.mesh.world_size // stages  # the pipeline's axis varies slowest
 
@@ -166,7 +167,7 @@ class Costs:
                 seconds.add(self._casts(placement, inner, out))
         operands += 0.0 if self.work[unit.name] else 2 * tokens * self._width()
         operands -= activated if self.kernels.fuses_activation else 0.0
-        moved = self.itemsize / self.machine.kernel_rate
+        moved = self.itemsize / (self.machine.kernel_rate * self.kernels.between)
         seconds.others += moved * (FORWARD_PASSES * operands + logits)
         seconds.others_backward += moved * (BACKWARD_PASSES * operands + (LOSS_PASSES - 1) * logits)
         seconds.add(self._lookup(unit, tokens))
@@ -201,7 +202,8 @@ class Costs:
 
     def _attention(self, work: "Work", tokens: float, squares: float) -> Seconds:
         flops = work.flops.of(round(tokens), round(squares)) / self._split("heads")
-        rate = self.machine.attention_rate * self.kernels.attention
+        length = squares / max(tokens, 1)
+        rate = self.machine.attention_rate * self.kernels.attention * length / (length + self.machine.half_length)
         seconds = Seconds(attention=flops / 3 / rate, attention_backward=flops / 3 * BACKWARD / rate)
         seconds.add(self._along_sequence(tokens))
         return seconds
@@ -214,6 +216,8 @@ class Costs:
                 width = 2 * self._heads_width("kv_heads")
                 whole = self.itemsize * tokens * axis.size * width
                 once = self.machine.collective(whole, group.size, group.in_a_node)
+                if self.sequence.get("method") == "ulysses":
+                    return self._heads_exchanged(tokens, group)
                 forward = self._seconds_of_attention(tokens, axis.size)
                 # The ring hides what attention of a part takes. Backward passes keys, values and their gradients.
                 return Seconds(
@@ -221,6 +225,19 @@ class Costs:
                     collectives_backward=max(2 * once - BACKWARD * forward, 0.2 * once),
                 )
         return Seconds()
+
+    def _heads_exchanged(self, tokens: float, group: Group) -> Seconds:
+        """Queries, keys, values and results change their owners around attention (Ulysses, arXiv 2309.14509).
+
+        They are packed before and unpacked after. Attention hides all chunks of heads but one, if copy engines move
+        them; messages wait for multiprocessors, so nothing hides them.
+        """
+        width = 2 * (self._heads_width("heads") + self._heads_width("kv_heads"))
+        size = self.itemsize * tokens * width
+        chunks = self.sequence.get("head_chunks", 1) if self.sequence.get("transport") == "copy_engines" else 1
+        once = self.machine.collective(size, *group) / chunks
+        packed = 4 * size / self.machine.copy_rate
+        return Seconds(others=packed, others_backward=packed, collectives=once, collectives_backward=once)
 
     def _seconds_of_attention(self, tokens: float, ranks: int) -> float:
         heads = self._heads_width("heads")

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 from mplug_plan import command
-from mplug_plan.kernels import Kernels
 from mplug_plan.chips import machine_of
+from mplug_plan.kernels import Kernels
 from mplug_plan.machine import LAUNCH, Link, Load, Machine, Power
 from mplug_plan.planned import Built, Planner
 from mplug_plan.search import search
@@ -105,13 +105,13 @@ def test_limits_by_shape_give_the_rates_that_made_them(tmp_path: Path) -> None:
         rates[f"attention of {length} tokens, forward and backward, TFLOP/s"] = 600 * length / (length + 500)
     for name in ("norm of a sum", "gradient of an activation"):
         rates[f"{name}, read and written, TB/s"] = 3.0
-    for name, rate, clock, watts in (
-        ("the model's own products, TFLOP/s", 700.0, 1500.0, 650.0),
-        ("attention forward and backward, TFLOP/s", 550.0, 1900.0, 800.0),
-        ("copy within memory, read and written, TB/s", 4.0, 1980.0, 350.0),
+    for name, rate, clock in (
+        ("the model's own products, TFLOP/s", 700.0, 1500.0),
+        ("attention forward and backward, TFLOP/s", 550.0, 1900.0),
+        ("copy within memory, read and written, TB/s", 4.0, 1980.0),
     ):
         rates[name], clocks[name] = rate, clock
-    watts = {name: 350.0 for name in clocks}
+    watts = dict.fromkeys(clocks, 350.0)
     chip = {"power limit, W": 700.0, "largest clock, MHz": 1980.0}
     file = tmp_path / "bench.json"
     limits = {"rates": rates, "classes": {}, "clocks": clocks, "watts": watts, "chip": chip}

@@ -61,8 +61,9 @@ class Clocks:
             work()
             if self._library is None:
                 continue
-            clock, energy = self._number("nvmlDeviceGetClockInfo", SM), self._number(
-                "nvmlDeviceGetTotalEnergyConsumption"
+            clock, energy = (
+                self._number("nvmlDeviceGetClockInfo", SM),
+                self._number("nvmlDeviceGetTotalEnergyConsumption"),
             )
             if clock is not None and energy is not None:
                 mhz.append(clock)

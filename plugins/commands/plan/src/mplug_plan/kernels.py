@@ -14,8 +14,9 @@ class Kernels:
 
     `supplied` are kinds whose results backward keeps (norms). `fuses_activation` says that the products of an MLP
     compute its activation, `fuses_casts` that norms and activations write the 8-bit inputs of products. `attention` is
-    the factor of the rate of attention, `grouped` the part of the rate of products that grouped products reach (None:
-    torch's). `between` is the factor of the rate of kernels between products. `keeps_weights` says that copies of weights in 8 bits last for a step. `assumed` are the kernels that a machine without GPUs cannot check.
+    the factor of the rate of attention, and `between` that of kernels between products. `grouped` is the part of the
+    rate of products that grouped products reach (None: torch's). `keeps_weights` says that copies of weights in 8 bits
+    last for a step. `assumed` are the kernels that a machine without GPUs cannot check.
     """
 
     supplied: frozenset[str] = frozenset()

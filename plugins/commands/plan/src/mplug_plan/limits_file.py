@@ -25,7 +25,9 @@ CPU = "copies in both directions, each, GB/s"
 """Names of the rates in a file of `mplug bench --limits --out`."""
 DEEP = re.compile(r"(\S+) product of (\d+) x \2 results, depth (\d+), TFLOP/s")
 LENGTH = re.compile(r"attention of (\d+) tokens, forward and backward, TFLOP/s")
-GROUPED = re.compile(r"grouped (product|gradient of weights) in .*, (\d+) groups of (\d+) rows, (\d+) to (\d+), TFLOP/s")
+GROUPED = re.compile(
+    r"grouped (product|gradient of weights) in .*, (\d+) groups of (\d+) rows, (\d+) to (\d+), TFLOP/s"
+)
 USUAL_DEPTH = 4300
 """The harmonic mean of the inner dimensions of a decoder's products, forward and backward (gpt 1.7b)."""
 

@@ -43,8 +43,7 @@ class Power:
         def watts(clock: float) -> float:
             seconds = [time * (load.mhz / clock) ** slowed for load, time, slowed in parts]
             energy = sum(
-                time * load.watts * (clock / load.mhz) ** 3
-                for time, (load, _, _) in zip(seconds, parts, strict=True)
+                time * load.watts * (clock / load.mhz) ** 3 for time, (load, _, _) in zip(seconds, parts, strict=True)
             )
             return energy / max(sum(seconds), 1e-12)
 
@@ -62,10 +61,11 @@ class Machine:
     """Limits of a GPU and of its links. Rates are per second: FLOPs, bytes.
 
     `product_rate` is what products approach if their inner dimension is long; a product whose inner dimension is
-    `half_depth` reaches half of it; so does attention with `attention_rate` and the length `half_length`. `speedup8` is the ratio of the rates of 8-bit and 16-bit products. `grouped` and
-    `grouped_weights` are the parts of the rate of products that grouped products of torch reach. `kernel_rate` is the
-    rate of kernels between products, `cast_rate` that of casts to 8 bits, and `cpu_rate` that of copies to and from the
-    memory of the CPU, each direction. `source` says where the figures are from.
+    `half_depth` reaches half of it. So does attention with `attention_rate` and the length `half_length`. `speedup8` is
+    the ratio of the rates of 8-bit and 16-bit products. `grouped` and `grouped_weights` are the parts of the rate of
+    products that grouped products of torch reach. `kernel_rate` is the rate of kernels between products, `cast_rate`
+    that of casts to 8 bits, and `cpu_rate` that of copies to and from the memory of the CPU, each direction. `source`
+    says where the figures are from.
     """
 
     title: str

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from copy import copy
-from pathlib import Path
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml

@@ -81,7 +81,8 @@ def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", 
         return step
     parts = step.parts
     memory = parts["norms, activations, loss"] + parts["update"]
-    return _at_own_clock(run, model, machine.at(machine.power.clock(parts["products"], parts["attention"], memory)), kernels, held)
+    clock = machine.power.clock(parts["products"], parts["attention"], memory)
+    return _at_own_clock(run, model, machine.at(clock), kernels, held)
 
 
 def _at_own_clock(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
@@ -248,8 +249,8 @@ def _names_in(model: "Model", unit: str) -> list[str]:
 def _update(run: "Run", model: "Model", machine: "Machine", held: dict[str, int]) -> float:
     """Seconds of an update: masters and states are read and written, weights written, gradients read.
 
-    Clipping reads gradients once more, for their norm. States in the memory of the CPU travel to the GPU and back, in both directions at once. An optimizer of whole
-    matrices multiplies them too.
+    Clipping reads gradients once more, for their norm. States in the memory of the CPU travel to the GPU and back, in
+    both directions at once. An optimizer of whole matrices multiplies them too.
     """
     weights, state = held.get("weights", 0), held.get("optimizer state", 0)
     masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights

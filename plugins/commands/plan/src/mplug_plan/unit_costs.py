@@ -181,7 +181,9 @@ class Costs:
         """Forward [M, K] x [K, N], the gradient of the input [M, N] x [N, K], that of the weight [N, M] x [M, K]."""
         of, (rows, out, depth, matrices) = self.machine.product, sides
         if matrices == 1:
-            return Seconds(of(rows, out, depth, itemsize), of(rows, depth, out, itemsize), of(out, depth, rows, itemsize))
+            return Seconds(
+                of(rows, out, depth, itemsize), of(rows, depth, out, itemsize), of(out, depth, rows, itemsize)
+            )
         each, rate = rows / matrices, self.kernels.grouped or self.machine.grouped
         weights = self.kernels.grouped or self.machine.grouped_weights
         return Seconds(

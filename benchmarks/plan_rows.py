@@ -12,11 +12,13 @@ its memory is not published. `benchmarks/plan_rows.yaml` has the rows.
 
 import argparse
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from mplug_plan.chips import machine_of
+from mplug_plan.machine import Machine
 from mplug_plan.planned import Planned, Planner
 from mplug_plan.search import search
 
@@ -32,9 +34,7 @@ def planned(row: dict[str, Any], base: dict[str, str], gpu: str, limits: Path | 
     settings: dict[str, str] = {"trainer.precision": "trainer.precision=bf16"}
     for word in words:
         settings[word.partition("=")[0]] = word
-    planner = Planner(
-        read_assignments([*settings.values()], "row"), machine_of(gpu, limits, None, None), row.get("gpus")
-    )
+    planner = Planner(read_assignments([*settings.values()], "row"), machine_for(row, gpu, limits), row.get("gpus"))
     if row.get("gpus"):
         layout = planner.value("parallel", "layout") or ""
         return planner.built(layout).planned(exact=True), planner
@@ -44,6 +44,17 @@ def planned(row: dict[str, Any], base: dict[str, str], gpu: str, limits: Path | 
         reasons = [f"needs {size / 2**30:.0f} GiB" for size in found.too_large.values()]
         raise UsageError("; ".join([*found.refused.values(), *reasons]))
     return found.fitting[0], planner
+
+
+def machine_for(row: dict[str, Any], gpu: str, limits: Path | None) -> Machine:
+    """The machine of a row: a published run may have had another power limit and another memory."""
+    machine = machine_of(gpu, limits, None, None)
+    if "watts" in row and machine.power is not None:
+        machine = replace(machine, power=replace(machine.power, limit=row["watts"]))
+    if "copy_tb" in row:
+        slower = row["copy_tb"] * 1e12 / machine.copy_rate
+        machine = replace(machine, copy_rate=slower * machine.copy_rate, kernel_rate=slower * machine.kernel_rate)
+    return machine
 
 
 def megatron_flops(planner: Planner) -> float:

@@ -252,8 +252,8 @@ def _left_out(planner: "Planner", found: "Search") -> str:
             f"{' ...' if len(found.too_large) > REASONS else ''}"
         )
     if found.refused:
-        named = "; ".join(f"{layout}: {reason}" for layout, reason in list(found.refused.items())[:REASONS])
-        lines.append(f"{len(found.refused)} are refused by 'mplug train': {named}")
+        lines.append(f"{len(found.refused)} are refused by 'mplug train':")
+        lines += [f"  {layout}: {reason}" for layout, reason in list(found.refused.items())[:REASONS]]
     if found.not_built:
         lines.append(f"{found.not_built} are slower by a rough estimate, and were not built")
     return "Left out:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""

@@ -48,8 +48,8 @@ def measured(machine: Machine, file: Path) -> Machine:
     ranks = 1
     for variant in variants:
         limits = variant.get("limits", {})
-        for kind, found in (("rates", rates), ("clocks", clocks), ("watts", watts), ("chip", chip)):
-            found.update({name: value for name, value in limits.get(kind, {}).items() if name not in found})
+        for kind, known in (("rates", rates), ("clocks", clocks), ("watts", watts), ("chip", chip)):
+            known.update({name: value for name, value in limits.get(kind, {}).items() if name not in known})
         ranks = max(ranks, variant["world_size"])
     if not rates:
         raise UsageError(f"--limits: '{file}' has no limits; write it by 'mplug bench --limits --out {file}'")

@@ -97,7 +97,8 @@ def ceilings(run: Run, of_machine: bool = True) -> Limits:
             probing.rate(f"{what}, TFLOP/s", [work])
         for what, (moved, call) in beside_products(run.precision.activation_dtype, device).items():
             rates[f"{what}, TB/s"] = moved / probing.seconds(f"{what}, TB/s", call) / 1e12
-        rates.update({**cpu_links(device), **launches(device), **_bus_rates(run)})
+        rates.update({**cpu_links(device), **launches(device)})
+    rates.update(_bus_rates(run))
     for kind, what, works in (
         ("GEMM", "the model's own products", products(run, model)),
         ("attention", "attention forward and backward", attentions(run, model)),

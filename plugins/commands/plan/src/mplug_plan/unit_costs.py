@@ -231,13 +231,11 @@ class Costs:
     def _heads_exchanged(self, tokens: float, group: Group) -> Seconds:
         """Queries, keys, values and results change their owners around attention (Ulysses, arXiv 2309.14509).
 
-        They are packed before and unpacked after. Attention hides all chunks of heads but one, if copy engines move
-        them; messages wait for multiprocessors, so nothing hides them.
+        They are packed before and unpacked after. Nothing hides the exchange.
         """
         width = 2 * (self._heads_width("heads") + self._heads_width("kv_heads"))
         size = self.itemsize * tokens * width
-        chunks = self.sequence.get("head_chunks", 1) if self.sequence.get("transport") == "copy_engines" else 1
-        once = self.machine.collective(size, *group) / chunks
+        once = self.machine.collective(size, *group)
         packed = 4 * size / self.machine.copy_rate
         return Seconds(others=packed, others_backward=packed, collectives=once, collectives_backward=once)
 

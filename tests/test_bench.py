@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from mplug_bench import command
 from mplug_bench.ceilings import attentions, products
 from mplug_bench.measure import Measured, Opponent, Task, bench_settings, checked, facts_of
 from mplug_bench.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, profile_of
@@ -403,11 +405,23 @@ def test_everyone_takes_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path)
     assert one["flops"] < two["flops"]
     assert one["flops_full"] - one["flops"] == 8 * 32**2 * 6 * 32
     assert one["limits"]["classes"].keys() == {"GEMM", "attention", "optimizer"}
-    assert len(two["limits"]["rates"]) == len(one["limits"]["rates"]) + 2, "collectives, too"
+    own, other = one["limits"]["rates"], two["limits"]["rates"]
+    assert other.keys() - own.keys() == {"all-reduce of 1 MiB, bus GB/s", "all-gather of 1 MiB, bus GB/s"}
+    assert "float32 product of 128 x 128 matrices, TFLOP/s" in own.keys() - other.keys(), "the machine's once"
     assert all(value > 0 for variant in (one, two) for kind in variant["limits"].values() for value in kind.values())
     assert one["profile"]["classes"]["GEMM"] > 0
     assert len(one["profile"]["longest"]) == 30
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_bench_without_steps_measures_limits_or_is_refused() -> None:
+    for words, message in (
+        (("--steps", "0"), "--steps 0 measures no step; add --limits"),
+        (("--steps", "0", "--limits", "--profile"), "--against and --profile have no effect"),
+    ):
+        result = CliRunner().invoke(command, words)
+        assert isinstance(result.exception, UsageError)
+        assert message in str(result.exception)
 
 
 @pytest.mark.wide("compile")

@@ -14,8 +14,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 from mplug_plan import command
+from mplug_plan.chips import machine_of
 from mplug_plan.kernels import Kernels
-from mplug_plan.machine import LAUNCH, Link, Machine, machine_of
+from mplug_plan.machine import LAUNCH, Link, Load, Machine, Power
 from mplug_plan.planned import Built, Planner
 from mplug_plan.search import search
 from mplug_plan.simulate import boxes_of, page_of
@@ -80,8 +81,9 @@ def test_a_file_of_bench_replaces_the_built_in_limits(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"variants": {"": {"world_size": 8, "limits": {"rates": rates, "classes": {}}}}}))
     found = machine_of("h100", file, None, None)
-    assert found.product_rate == pytest.approx(6e14)
-    assert (found.copy_rate, found.attention_rate) == pytest.approx((2.5e12, 4e14))
+    assert found.product_rate == pytest.approx(600e12 * 8192 / (8192 + 200) * (1 + H100.half_depth / 8192))
+    assert (found.copy_rate, found.attention_rate, found.half_length) == pytest.approx((2.5e12, 4e14, 0))
+    assert found.power is None, "the file has no clocks"
     assert (found.node.bytes_per_s, found.node.seconds) == pytest.approx((3e11, 1e-5))
     assert (found.pair, found.network) == (H100.pair, H100.network)
     rates["the model's own products, TFLOP/s"] = 500.0
@@ -89,6 +91,72 @@ def test_a_file_of_bench_replaces_the_built_in_limits(tmp_path: Path) -> None:
     found = machine_of("h100", file, None, None)
     assert 500e12 < found.product_rate < 550e12
     assert (found.node, found.pair.bytes_per_s) == (H100.node, pytest.approx(3e11))
+
+
+def test_limits_by_shape_give_the_rates_that_made_them(tmp_path: Path) -> None:
+    """Rates of a machine of known figures, at clocks of their own."""
+    rates, clocks = {}, {}
+    for kind, deep, depths in (("bfloat16", 8e14, (1024, 4096, 16384)), ("8-bit", 12e14, (1024, 8192))):
+        for depth, clock in zip(depths, (1800.0, 1600.0, 1500.0), strict=False):
+            name = f"{kind} product of 8192 x 8192 results, depth {depth}, TFLOP/s"
+            clocks[name] = clock
+            rates[name] = deep * depth / (depth + 300) * clock / 1500 / 1e12
+    for length in (1024, 32768):
+        rates[f"attention of {length} tokens, forward and backward, TFLOP/s"] = 600 * length / (length + 500)
+    for name in ("norm of a sum", "gradient of an activation"):
+        rates[f"{name}, read and written, TB/s"] = 3.0
+    for name, rate, clock in (
+        ("the model's own products, TFLOP/s", 700.0, 1500.0),
+        ("attention forward and backward, TFLOP/s", 550.0, 1900.0),
+        ("copy within memory, read and written, TB/s", 4.0, 1980.0),
+    ):
+        rates[name], clocks[name] = rate, clock
+    watts = dict.fromkeys(clocks, 350.0)
+    chip = {"power limit, W": 700.0, "largest clock, MHz": 1980.0}
+    file = tmp_path / "bench.json"
+    limits = {"rates": rates, "classes": {}, "clocks": clocks, "watts": watts, "chip": chip}
+    file.write_text(json.dumps({"variants": {"": {"world_size": 1, "limits": limits}}}))
+    found = machine_of("h200", file, None, None)
+    assert (found.half_depth, found.speedup8, found.kernel_rate) == pytest.approx((300, 1.5, 3e12))
+    assert (found.attention_rate, found.half_length) == pytest.approx((600e12, 500))
+    assert found.power is not None
+    assert (found.power.products.watts, found.power.memory.watts) == (700, 350), "lower clocks are due to the limit"
+
+
+def test_a_step_keeps_to_the_power_limit_at_one_clock() -> None:
+    power = Power(700, 1980, Load(1500, 700), Load(1900, 700), Load(1980, 350))
+    assert power.clock(1.0, 0.0, 0.0) == pytest.approx(1500, rel=1e-3), "products alone have their own clock"
+    assert power.clock(0.0, 1.0, 0.0) == pytest.approx(1900, rel=1e-3)
+    assert power.clock(0.0, 0.0, 1.0) == 1980, "copies reach no limit"
+    mixed = power.clock(0.7, 0.2, 0.1)
+    assert 1500 < mixed < 1900, "so products are faster than alone, and attention is slower"
+    assert power.clock(0.7, 0.2, 0.1) < power.clock(0.5, 0.2, 0.3)
+
+
+def test_blocks_of_a_role_with_other_work_have_costs_of_their_own() -> None:
+    """Two of four blocks of a hybrid have no attention of all pairs."""
+    mixers = "model.name=qwen model.head_dim=16 model.linear_num_key_heads=2 model.linear_num_value_heads=4"
+    one = built("", 1, f"{mixers} model.mixer_types=[gated_delta,attention,gated_delta,attention]")
+    units = Costs(one.run, one.model, H100, Kernels()).units()
+    seconds = [units[f"blocks.{number}"].seconds for number in range(4)]
+    assert seconds[0] == seconds[2] != seconds[1] == seconds[3]
+    assert one.planner.unknown == "the scans of 2 blocks of a stage"
+
+
+def test_an_update_multiplies_matrices_and_fetches_offloaded_states() -> None:
+    usual, muon, far = (
+        built("", 1, words).planned(exact=True) for words in ("", "optimizer.name=muon", "optimizer.offload={}")
+    )
+    shared = built("zero2", 2, "optimizer.name=muon").planned(exact=True)
+    assert muon.step.parts["update"] > usual.step.parts["update"]
+    assert shared.step.parts["update"] < muon.step.parts["update"], "ranks share the matrices"
+    assert far.step.parts["update"] > usual.step.parts["update"]
+    assert not any("CPU" in kind for kind in far.held), "states in the memory of the CPU take none of the GPU"
+
+
+def test_settings_that_only_gpus_serve_are_planned_without_one() -> None:
+    with_graphs = planner("trainer.graphs=true parallel.cp.transport=copy_engines", 1)
+    assert with_graphs.built("").planned().seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,20 +17,26 @@ from torch import Tensor
 
 from mplug import Model, Run
 from mplug.commands import IN_CPU_MEMORY, build_model
+from mplug_bench.clocks import Clocks
+from mplug_bench.probes import COPIED, REPEATS, WARMUP, Work, beside_products, copy_within, cpu_links, launches
+from mplug_bench.probes import products as usual_products
 from mplug_estimates import measure_bytes, timed
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.linear import Linear
+from mplug_nn import AttentionInputs, AttentionSpec, Narrow, Operand, Sink
+from mplug_nn.linear import PLAIN, Linear
+from mplug_nn.product import COMPOSED
 from mplug_ops import all_gather
 
-REPEATS, WARMUP = 20, 3
-SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 512)}
-"""Numbers of rows and columns of the square products, ascending."""
 SUSTAINED = {"cuda": 0.5, "cpu": 0.0}
 """Seconds for which work runs before it is measured: a GPU that computes all the time has lower clocks."""
-COPIED = {"cuda": 2**30, "cpu": 2**24}
-"""Number of bytes that are copied within memory."""
+BETWEEN_READINGS = 0.02
+"""Seconds of work between two readings of the clock, for which the CPU waits."""
 SENT = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**20,)}
 """Numbers of bytes of a collective's whole tensor."""
+
+
+ATTENDED = {"cuda": (1024, 4096, 32768), "cpu": (64,)}
+"""Lengths of the sequences of which the model's attention is measured, and tokens of all sequences together."""
+ATTENDING = {"cuda": 32768, "cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -39,76 +44,73 @@ class Limits:
     """The limits of the machine for a run.
 
     `rates` are measured rates, by a description with their unit. `classes` maps classes of time, as a profile names
-    them, to the seconds per step that this rank's work of the class takes on its own.
+    them, to the seconds per step that this rank's work of the class takes on its own. `clocks` has the clock (MHz) and
+    `watts` the power of the GPU during the work of a rate, where NVML reports them; `chip` has the GPU's own limits.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
     classes: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, float] = field(default_factory=dict)
+    watts: dict[str, float] = field(default_factory=dict)
+    chip: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Work:
-    """A part of a step: FLOPs per call, calls per step; `prepare` makes the operands, and returns the call."""
+class Probing:
+    """Measures work for `Limits`, and the clock of the GPU meanwhile."""
 
-    flops: int
-    calls: int
-    prepare: Callable[[], Callable[[], object]]
+    def __init__(self, device: str) -> None:
+        self.device, self.clocks = device, Clocks(device)
+        self.limits = Limits(chip=self.clocks.facts)
+
+    def seconds(self, name: str, call: Callable[[], object]) -> float:
+        """The median seconds of a call, after it has run until the chip is as hot as in a step."""
+        usual = timed(call, WARMUP, self.device)[-1]
+        together = max(round(BETWEEN_READINGS / max(usual, 1e-6)), 1)
+        reading = self.clocks.during(lambda: timed(call, together, self.device), SUSTAINED[self.device])
+        if reading is not None:
+            self.limits.clocks[name], self.limits.watts[name] = reading.mhz, reading.watts
+        return median(timed(call, REPEATS, self.device))
+
+    def rate(self, name: str, works: Iterable[Work]) -> float:
+        """Add the TFLOP/s over all of a step's calls; return the seconds that they take."""
+        flops, seconds = 0, 0.0
+        for work in works:
+            flops += work.flops * work.calls
+            seconds += self.seconds(name, work.prepare()) * work.calls
+        self.limits.rates[name] = flops / seconds / 1e12
+        return seconds
 
 
-def ceilings(run: Run) -> Limits:
-    """Measure the machine, and the work of the run's model by itself. Collective: all processes must call it."""
-    model, device, precision = build_model(run), run.device, run.precision
-    copies = _bytes_per_s_copied(device)
-    squares = {
-        size: Work(2 * size**3, 1, partial(_square, size, precision.activation_dtype, device))
-        for size in SQUARES[device]
-    }
-    rates = {
-        **{
-            f"{precision.activations} product of {size} x {size} matrices, TFLOP/s": _rate([work], device)[0]
-            for size, work in squares.items()
-        },
-        "copy within memory, read and written, TB/s": copies / 1e12,
-        **_bus_rates(run),
-    }
-    classes: dict[str, float] = {}
+def ceilings(run: Run, of_machine: bool = True) -> Limits:
+    """Measure the machine, and the work of the run's model by itself. Collective: all processes must call it.
+
+    Without `of_machine`, work of usual shapes is left out, whose rates do not depend on the model.
+    """
+    model, device = build_model(run), run.device
+    probing = Probing(device)
+    rates, classes = probing.limits.rates, probing.limits.classes
+    name = "copy within memory, read and written, TB/s"
+    copies = 2 * COPIED[device] / probing.seconds(name, copy_within(device))
+    rates[name] = copies / 1e12
+    if of_machine:
+        for what, work in usual_products(run.precision.activation_dtype, device).items():
+            probing.rate(f"{what}, TFLOP/s", [work])
+        for what, (moved, call) in beside_products(run.precision.activation_dtype, device).items():
+            rates[f"{what}, TB/s"] = moved / probing.seconds(f"{what}, TB/s", call) / 1e12
+        rates.update({**cpu_links(device), **launches(device)})
+    rates.update(_bus_rates(run))
     for kind, what, works in (
         ("GEMM", "the model's own products", products(run, model)),
         ("attention", "attention forward and backward", attentions(run, model)),
     ):
         if works:
-            rates[f"{what}, TFLOP/s"], classes[kind] = _rate(works, device)
-    return Limits(rates, classes | {"optimizer": _bytes_of_an_update(run, model) / copies})
-
-
-def _rate(works: Iterable[Work], device: str) -> tuple[float, float]:
-    """(TFLOP/s over all of a step's calls, the seconds that they take), from the median call of each work."""
-    flops, seconds = 0, 0.0
-    for work in works:
-        call = work.prepare()
-        _sustain(call, device)
-        flops += work.flops * work.calls
-        seconds += median(timed(call, REPEATS, device)) * work.calls
-    return flops / seconds / 1e12, seconds
-
-
-def _sustain(call: Callable[[], object], device: str) -> None:
-    """Run the work until the chip is as hot as in a step."""
-    began = perf_counter()
-    timed(call, WARMUP, device)
-    while perf_counter() - began < SUSTAINED[device]:
-        timed(call, REPEATS, device)
-
-
-def _square(size: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return lambda: torch.mm(a, b)
-
-
-def _bytes_per_s_copied(device: str) -> float:
-    """Bytes read and written per second."""
-    source, target = (torch.ones(COPIED[device] // 4, device=device) for _ in range(2))
-    return 2 * source.nbytes / min(timed(lambda: target.copy_(source), REPEATS, device))
+            classes[kind] = probing.rate(f"{what}, TFLOP/s", works)
+    for what, work in attention_by_length(run, model).items():
+        probing.rate(f"{what}, TFLOP/s", [work])
+    if works := supplied_products(run, model):
+        probing.rate("the model's own linear layers in 8 bits with casts, TFLOP/s", works)
+    classes["optimizer"] = _bytes_of_an_update(run, model) / copies
+    return probing.limits
 
 
 def _bus_rates(run: Run) -> dict[str, float]:
@@ -174,6 +176,46 @@ def _products(run: Run, tokens: int, out: int, wide: int, dgrad: bool, wgrad: bo
     return call
 
 
+def supplied_products(run: Run, model: Model) -> list[Work]:
+    """Forward, dgrad and wgrad of the linear layers that a supplier computes in 8 bits, by its own functions.
+
+    So casts of inputs, of gradients and of weights count, as in a pass; layers of one shape are measured together.
+    """
+    assert model.passes is not None, "the model is not built"
+    if run.precision.recipe is None:
+        return []
+    tokens, counts, parts = run.micro_batch_size * _own_length(run), Counter[tuple[int, ...]](), {}
+    for name, part in model.module.named_modules():
+        if isinstance(part, Linear) and part.product is not COMPOSED and part.gemm is PLAIN:
+            shape = model.placement_of(f"{name}.weight").local_shape(run.rank)
+            counts[shape] += 1
+            parts[shape] = part
+    return [
+        Work(6 * tokens * shape[0] * shape[1], layers * _micro_batches(run), partial(_layer, run, parts[shape], shape))
+        for shape, layers in counts.items()
+    ]
+
+
+def _layer(run: Run, part: Linear, shape: tuple[int, ...]) -> Callable[[], object]:
+    of = partial(torch.randn, device=run.device, dtype=run.precision.activation_dtype)
+    out, wide = shape
+    tokens, product = run.micro_batch_size * _own_length(run), part.product
+    buffers = {
+        name: torch.ones(buffer.shape, dtype=buffer.dtype, device=run.device)
+        for name, buffer in part.buffers_of("weight").items()
+    }
+    x, values, grad_y, around = of(tokens, wide), of(out, wide), of(tokens, out), Narrow()
+    weight = Operand(values, product.cast(values, buffers))
+    sink = Sink(torch.zeros(out, wide, device=run.device), torch.zeros((), dtype=torch.bool))
+
+    def call() -> None:
+        _, saved = product.forward(x, weight, around, buffers)
+        _, operands = product.dgrad(grad_y, weight, saved, around, buffers, True)
+        product.wgrad(operands, sink, around, buffers)
+
+    return call
+
+
 CAUSAL = AttentionSpec(1.0, 1, 1)
 """The masks of a site that states none."""
 
@@ -192,23 +234,48 @@ def attentions(run: Run, model: Model) -> list[Work]:
         for name, part in filled.items()
         if not (spec := getattr(part, "spec", CAUSAL)).cross and not name.startswith(of_streams)
     )
+    samples, length = run.micro_batch_size, _own_length(run)
     pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # a causal mask leaves half of them
     return [
         Work(
             (7 if backward else 2) * (1 if causal else 2) * pairs * heads * width,
             layers * _micro_batches(run),
-            partial(_attend, run, core, heads, groups, width, backward, causal),
+            partial(_attend, run, core, (samples, length), (heads, groups, width), backward, causal),
         )
         for (core, heads, groups, width, backward, causal), layers in counts.items()
     ]
 
 
+def attention_by_length(run: Run, model: Model) -> dict[str, Work]:
+    """Causal attention of the model's first site, forward and forward with backward, by the length of a sequence."""
+    found = dict[str, Work]()
+    first = next(iter(attentions(run, model)), None)
+    if first is None or _own_length(run) != run.config.trainer.seq_length:  # ranks that share a sequence exchange it
+        return found
+    _, core, _, (heads, groups, width), _, causal = first.prepare.args  # type: ignore[attr-defined]
+    for length in ATTENDED[run.device]:
+        samples = ATTENDING[run.device] // length
+        for backward, factor in ((False, 2), (True, 7)):
+            flops = factor * samples * length**2 * heads * width
+            name = f"attention of {length} tokens, forward{' and backward' if backward else ''}"
+            prepare = partial(_attend, run, core, (samples, length), (heads, groups, width), backward, True)
+            if causal:
+                found[name] = Work(flops, 1, prepare)
+    return found
+
+
 def _attend(
-    run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int, backward: bool, causal: bool
+    run: Run,
+    core: Callable[..., Tensor],
+    sequences: tuple[int, int],
+    sizes: tuple[int, int, int],
+    backward: bool,
+    causal: bool,
 ) -> Callable[[], object]:
-    shape, dtype = (run.micro_batch_size, _own_length(run)), run.precision.activation_dtype
+    """A call of attention in (number, length) of sequences, with (query heads, KV heads, head dim) in `sizes`."""
+    dtype, (heads, groups, width) = run.precision.activation_dtype, sizes
     q, k, v = (
-        torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=backward)
+        torch.randn(*sequences, number, width, device=run.device, dtype=dtype, requires_grad=backward)
         for number in (heads, groups, groups)
     )  # [B, S, H, K], [B, S, G, K]
     spec = AttentionSpec(width**-0.5, width, width, causal=causal)

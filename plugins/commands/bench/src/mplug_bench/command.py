@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_options
-@click.option("--steps", type=click.IntRange(1, 10**6), default=10, show_default=True, help="Number of measured steps.")
+@click.option(
+    "--steps",
+    type=click.IntRange(0, 10**6),
+    default=10,
+    show_default=True,
+    help="Number of measured steps; 0 with --limits measures the limits alone.",
+)
 @click.option(
     "--warmup",
     type=click.IntRange(1, 10**6),
@@ -81,6 +87,10 @@ def command(
         raise UsageError(
             "mplug bench starts its own processes, and a launcher has started this one; run it without one"
         )
+    if steps == 0 and not limits:
+        raise UsageError("--steps 0 measures no step; add --limits to measure the limits of the machine alone")
+    if steps == 0 and (against is not None or profile):
+        raise UsageError("--steps 0 measures no step, so --against and --profile have no effect; remove them")
     base, script = overrides(**options), Script.read(against) if against is not None else None
     tasks = {
         variant: Task(merge(base, read_assignments(variant.split(), "--variant")), warmup, steps)
@@ -89,12 +99,13 @@ def command(
     facts = {variant: facts_of(*checked(task.overrides)) for variant, task in tasks.items()}
     opponent = Opponent.of(script, base, facts) if script is not None else None
     try:
-        measured, opposing = _measured(tasks, opponent, rounds, profile)
+        measured, opposing = _measured(tasks, opponent, rounds, profile) if steps else ({}, None)
         ceilings = _limits(tasks) if limits else {}
     except Stopped as stop:
         raise SystemExit(128 + stop.signal) from None
     everyone = measured | ({opponent.name: opposing} if opponent and opposing else {})
-    click.echo(_rows(everyone, opposing))
+    if everyone:
+        click.echo(_rows(everyone, opposing))
     if profile:
         click.echo(f"\n{_classes(everyone)}")
         for line in _waits(measured):
@@ -102,7 +113,7 @@ def command(
     if ceilings:
         click.echo(f"\n{_fractions(measured, ceilings)}")
     if out is not None:
-        out.write_text(json.dumps(as_json(measured, ceilings, opposing), indent=2) + "\n")
+        out.write_text(json.dumps(as_json(facts, measured, ceilings, opposing), indent=2) + "\n")
 
 
 def _measured(
@@ -138,9 +149,9 @@ def _limits(tasks: "dict[str, Task]") -> "dict[str, Limits]":
     from mplug_bench.measure import limits, shown
 
     ceilings = {}
-    for variant, task in tasks.items():
+    for number, (variant, task) in enumerate(tasks.items()):
         click.echo(f"limits: {shown(variant)}", err=True)
-        ceilings[variant] = limits(task)
+        ceilings[variant] = limits(replace(task, of_machine=number == 0))
     return ceilings
 
 
@@ -214,15 +225,23 @@ def _fractions(measured: "dict[str, Measured]", limits: "dict[str, Limits]") -> 
 
     ceilings = limits.values()
     rates = dict.fromkeys(rate for ceiling in ceilings for rate in ceiling.rates)
-    rows = [[rate, *(f"{each.rates[rate]:,.3g}" if rate in each.rates else "-" for each in ceilings)] for rate in rates]
+    rows = [[rate, *(_rate(each, rate) for each in ceilings)] for rate in rates]
     for kind in dict.fromkeys(kind for ceiling in ceilings for kind in ceiling.classes):
-        cells = [_fraction(ceiling.classes.get(kind), measured[name], kind) for name, ceiling in limits.items()]
+        cells = [_fraction(ceiling.classes.get(kind), measured.get(name), kind) for name, ceiling in limits.items()]
         rows.append([f"{kind} alone, ms per step (% of the measured time)", *cells])
     return table(("LIMITS", *map(shown, limits)), rows)
 
 
-def _fraction(limit: float | None, measured: "Measured", kind: str) -> str:
+def _rate(limits: "Limits", name: str) -> str:
+    """A rate, and the clock of the GPU at which it was measured, if that is known."""
+    if name not in limits.rates:
+        return "-"
+    clock = limits.clocks.get(name)
+    return f"{limits.rates[name]:,.3g}{f' ({clock:,.0f} MHz, {limits.watts[name]:,.0f} W)' if clock else ''}"
+
+
+def _fraction(limit: float | None, measured: "Measured | None", kind: str) -> str:
     if limit is None:
         return "-"
-    took = measured.profile.classes.get(kind) if measured.profile is not None else None
+    took = measured.profile.classes.get(kind) if measured is not None and measured.profile is not None else None
     return f"{limit * 1e3:,.2f}{f' ({limit / took:.1%})' if took else ''}"

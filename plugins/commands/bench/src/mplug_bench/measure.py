@@ -33,12 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """The description of a measurement that the command passes to each of its processes: plain data, can be pickled."""
+    """The description of a measurement that the command passes to each of its processes: plain data, can be pickled.
+
+    `of_machine` says whether limits have work of usual shapes too, and not only that of the model.
+    """
 
     overrides: Settings
     warmup: int
     steps: int
     profile: bool = False
+    of_machine: bool = True
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ def _limits(task: Task, send: Send) -> "Limits":
     with _running(task, send) as run:
         from mplug_bench.ceilings import ceilings
 
-        return ceilings(run)
+        return ceilings(run, task.of_machine)
 
 
 # A script's turn.
@@ -299,9 +303,11 @@ def shown(variant: str) -> str:
     return variant or "unchanged"
 
 
-def as_json(variants: dict[str, Measured], limits: "dict[str, Limits]", opponent: Measured | None) -> dict[str, Any]:
-    """All figures, for a file."""
-    figures = {name: _figures(measured) for name, measured in variants.items()}
+def as_json(
+    facts: dict[str, Facts], variants: dict[str, Measured], limits: "dict[str, Limits]", opponent: Measured | None
+) -> dict[str, Any]:
+    """All figures, for a file; a variant whose limits alone were measured has its facts instead of steps."""
+    figures = {name: _figures(variants[name]) if name in variants else asdict(fact) for name, fact in facts.items()}
     for name, of_variant in limits.items():
         figures[name]["limits"] = asdict(of_variant)
     if opponent is None:

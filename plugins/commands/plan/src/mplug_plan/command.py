@@ -60,7 +60,7 @@ def command(
     """
     from mplug import UsageError, write_whole
     from mplug.commands import overrides
-    from mplug_plan.machine import machine_of
+    from mplug_plan.chips import machine_of
     from mplug_plan.planned import Planner
     from mplug_plan.search import search
     from mplug_plan.simulate import write_page
@@ -74,10 +74,13 @@ def command(
     click.echo(_head(planner, found))
     if not found.fitting:
         click.echo(_left_out(planner, found), err=True)
+        click.echo(f"mplug: no layout fits; {_remedy(found)}", err=True)
         raise SystemExit(2)
     shown = found.fitting[:top]
     click.echo(_rows(planner, shown))
     click.echo(f"\n{_reasons(shown[0])}\n")
+    if planner.unknown:
+        click.echo(f"The time of {planner.unknown} is not known, so a step takes longer than is shown.\n")
     for number, one in enumerate(shown[:3], 1):
         click.echo(f"{number}  {run_command(planner, given, one)}")
     if text := _left_out(planner, found):
@@ -91,6 +94,16 @@ def command(
             write_whole(out, text.encode())
         except OSError as error:
             raise UsageError(f"cannot write --out '{out}': {error.strerror}; use another file") from None
+
+
+def _remedy(found: "Search") -> str:
+    """What a user may change if no layout fits."""
+    if not found.too_large:
+        return "change what the reasons above name"
+    return (
+        "use more GPUs or GPUs with more memory, or keep less: --adapt lora, --set optimizer.moments=8bit, "
+        "--set optimizer.offload={}, or a smaller trainer.seq_length"
+    )
 
 
 def _refuse_unwritable(files: "dict[str, Path | None]") -> None:
@@ -129,8 +142,9 @@ def _head(planner: "Planner", found: "Search") -> str:
     kernels = ""
     if planner.kernels.assumed:
         kernels = f"\nkernels that need a GPU are not checked here: {', '.join(planner.kernels.assumed)}"
+    gpus = "1 GPU" if planner.gpus == 1 else f"{planner.gpus:,} GPUs, {planner.machine.gpus_per_node} in a node"
     return (
-        f"{planner.gpus:,} GPUs, {planner.machine.gpus_per_node} in a node; {planner.machine.source}\n"
+        f"{gpus}; {planner.machine.source}\n"
         f"a step: {samples:,} samples of {length:,} tokens ({samples * length:,} tokens); precision "
         f"{trainer.precision}; {found.considered:,} {layouts} considered{kernels}\n"
     )
@@ -238,8 +252,8 @@ def _left_out(planner: "Planner", found: "Search") -> str:
             f"{' ...' if len(found.too_large) > REASONS else ''}"
         )
     if found.refused:
-        named = "; ".join(f"{layout}: {reason}" for layout, reason in list(found.refused.items())[:REASONS])
-        lines.append(f"{len(found.refused)} are refused by 'mplug train': {named}")
+        lines.append(f"{len(found.refused)} are refused by 'mplug train':")
+        lines += [f"  {layout}: {reason}" for layout, reason in list(found.refused.items())[:REASONS]]
     if found.not_built:
         lines.append(f"{found.not_built} are slower by a rough estimate, and were not built")
     return "Left out:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""

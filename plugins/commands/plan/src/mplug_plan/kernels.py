@@ -14,17 +14,22 @@ class Kernels:
 
     `supplied` are kinds whose results backward keeps (norms). `fuses_activation` says that the products of an MLP
     compute its activation, `fuses_casts` that norms and activations write the 8-bit inputs of products. `attention` is
-    the factor of the rate of attention. `assumed` are the kernels that a machine without GPUs cannot check.
+    the factor of the rate of attention, and `between` that of kernels between products. `grouped` is the part of the
+    rate of products that grouped products reach (None: torch's). `keeps_weights` says that copies of weights in 8 bits
+    last for a step. `assumed` are the kernels that a machine without GPUs cannot check.
     """
 
     supplied: frozenset[str] = frozenset()
     fuses_activation: bool = False
     fuses_casts: bool = False
     attention: float = 1.0
+    grouped: float | None = None
+    between: float = 1.0
+    keeps_weights: bool = False
     assumed: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "Kernels":
+    def of(cls, section: Mapping[str, Any], keeps_weights: bool = False) -> "Kernels":
         """What the kernels of a config's section `kernels` change: a plugin for each kind, and 'default'.
 
         A default fills every kind that it offers. Of a list of defaults, the fastest one is taken to fill attention and
@@ -46,5 +51,8 @@ class Kernels:
             fuses_activation="mlp" in kinds,
             fuses_casts="norm_product" in kinds,
             attention=float(attention.get("attention", 1.0)),
+            grouped=facts.get(kinds.get("experts", ""), {}).get("grouped"),
+            between=float(facts.get(kinds.get("norm", ""), {}).get("between", 1.0)),
+            keeps_weights=keeps_weights,
             assumed=tuple(sorted(name for name in {*kinds.values(), *rivals} if facts.get(name, {}).get("gpu"))),
         )

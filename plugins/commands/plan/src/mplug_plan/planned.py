@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from mplug import UsageError
 from mplug.commands import (
+    IN_CPU_MEMORY,
     Registry,
     Settings,
     build_model,
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 RESERVED = 3.0
 """GiB of a GPU that the run's tensors cannot use: CUDA's context, buffers of NCCL, fragments."""
 FP32 = 4
+SCAN = "Scan.core"
+"""The slot of scans, whose rate no limit states."""
 PLAN = "plan"
 """The source of settings that the plan chooses, in messages of the host."""
 
@@ -75,6 +81,8 @@ class Built:
         self.run = planner.prepared(layout, assignments)
         self.model: Model = build_model(self.run)
         self._held: dict[str, int] | None = None
+        scans = sum(slot.site.slot == SCAN for slot in self.model.slots)
+        planner.unknown = f"the scans of {scans} blocks of a stage" if scans else ""
 
     def planned(self, micro_batch_size: int | None = None, exact: bool = False) -> Planned:
         """What the run needs with a size of micro batches; None: the size of the settings.
@@ -87,10 +95,12 @@ class Built:
             more = (*more, f"trainer.micro_batch_size={micro_batch_size}")
             run = planner.prepared(self.layout, more)
             run.device = self.run.device
-        stages = estimate_activations(run, self.model, planner.kernels.supplied)
+        # A machine without GPUs moves no activations to the memory of the CPU; the planned run does.
+        stages = estimate_activations(replace(run, device="cuda"), self.model, planner.kernels.supplied)
         largest = max(stages, key=lambda stage: stage.expected)
         held = self._held_with(run, exact)
         step = predict(run, self.model, planner.machine, planner.kernels, held)
+        held.pop(IN_CPU_MEMORY, None)
         trainer = run.config.trainer
         samples, length = trainer.global_batch_size, trainer.seq_length
         return Planned(
@@ -172,9 +182,11 @@ class Planner:
             for key, one in merge(self._defaults, settings).items()
             if len(key) == 2 and key[0] == "kernels" and isinstance(one.value, str | list | None)
         }
-        self.kernels = Kernels.of(self._chosen)
+        self.kernels = Kernels.of(self._chosen, keeps_weights=self.value("kernels", "fp8", "keep_weights") is True)
         self.state_bytes = 2.0 * FP32
         """Bytes of the optimizer's state for each element that a rank owns; the search measures them."""
+        self.unknown = ""
+        """Work of the model whose time is not predicted; empty if there is none."""
         self._registry = Registry()
 
     def prepared(self, layout: str, assignments: tuple[str, ...] = ()) -> "Run":
@@ -233,7 +245,12 @@ class Planner:
             }
         if "tp" in layout and not self.is_set("parallel", "tp", "overlap"):
             found["parallel"] = {"tp": {"overlap": True}}
-        return from_mapping(found, PLAN)
+        replaced = [
+            f"{one['field']}={one['instead']}"
+            for one in yaml.safe_load(Path(__file__).with_name("on_gpus.yaml").read_text(encoding="utf-8"))
+            if self.value(*one["field"].split(".")) == one["value"]
+        ]
+        return merge(from_mapping(found, PLAN), read_assignments(replaced, PLAN))
 
 
 def refusal(error: UsageError) -> str:

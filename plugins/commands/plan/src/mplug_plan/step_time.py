@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mplug.commands import IN_CPU_MEMORY
 from mplug_plan.groups import group_of, is_near
+from mplug_plan.matrices import orthogonalising
 from mplug_plan.unit_costs import Costs, Seconds, UnitCost
 from mplug_schedules import Costs as PassCosts
 from mplug_schedules import Table, Timeline, shape_of, timeline
@@ -21,9 +23,10 @@ MOST_DRAWN = 4096
 """Micro batches of all stages that a timeline has, at most."""
 MOST_ROUNDS = 3
 """Rounds of micro batches (one for each stage) that are simulated; further ones take as long as the last."""
-IDLE = 5e-7
-"""Seconds between the kernels of a rank, and how many kernels a unit has, forward and backward."""
+IDLE = 9e-7
+"""Seconds in which a kernel begins and ends (`mplug bench --limits`: an empty kernel in a CUDA graph)."""
 KERNELS = 40
+"""Kernels of a unit forward; backward has twice as many."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,17 @@ class Step:
 
 def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
     """The step of a run. `held` are the bytes of a rank between steps."""
+    step = _at_own_clock(run, model, machine, kernels, held)
+    if machine.power is None:
+        return step
+    parts = step.parts
+    memory = parts["norms, activations, loss"] + parts["update"]
+    clock = machine.power.clock(parts["products"], parts["attention"], memory)
+    return _at_own_clock(run, model, machine.at(clock), kernels, held)
+
+
+def _at_own_clock(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
+    """The step, if each part runs at the clock at which it was measured alone."""
     costs = Costs(run, model, machine, kernels)
     units, micro_batches = costs.units(), max(run.micro_batch_counts())
     chunks, gathering = [], 0.0
@@ -90,7 +104,7 @@ def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", 
     last = chunks[0]
     exposed, sums = _sums(run, model, machine, last, micro_batches)
     hidden = micro_batches * gathering + sums - exposed
-    update = _update_bytes(held) / machine.copy_rate
+    update = _update(run, model, machine, held)
     slowed = TAKEN * hidden
     parts = _parts(chunks, model, micro_batches)
     found = {
@@ -232,11 +246,17 @@ def _names_in(model: "Model", unit: str) -> list[str]:
     return [name for name in model.placements if name.startswith(f"{unit}.")]
 
 
-def _update_bytes(held: dict[str, int]) -> int:
-    """The bytes that an update moves: masters and states read and written, gradients read, weights written."""
+def _update(run: "Run", model: "Model", machine: "Machine", held: dict[str, int]) -> float:
+    """Seconds of an update: masters and states are read and written, weights written, gradients read.
+
+    Clipping reads gradients once more, for their norm. States in the memory of the CPU travel to the GPU and back, in
+    both directions at once. An optimizer of whole matrices multiplies them too.
+    """
     weights, state = held.get("weights", 0), held.get("optimizer state", 0)
     masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights
-    return masters + 2 * state + held.get("gradients", 0)
+    moving = (masters + 2 * state + 2 * held.get("gradients", 0)) / machine.copy_rate
+    far = held.get(IN_CPU_MEMORY, 0) / machine.cpu_rate
+    return max(moving, far) + orthogonalising(run, model, machine)
 
 
 def _parts(chunks: Sequence[Pass], model: "Model", micro_batches: int) -> dict[str, float]:

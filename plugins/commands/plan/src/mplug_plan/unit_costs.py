@@ -29,8 +29,11 @@ LOSS_PASSES = 3.0
 """Times that a loss moves logits: it reads them forward, and reads and replaces them backward."""
 OVERLAPPED = 0.125
 """The part of a collective that stays exposed if products overlap with it in chunks: the first of eight."""
-SCALED = 2.0
-"""Passes over an operand to cast it to 8 bits: read in 16 bits, written in 8, and once more transposed."""
+CAST_FORWARD, CAST_BACKWARD, CAST_GRADIENT = 1.5, 1.5, 2.0
+"""Passes over an operand to cast it to 8 bits: an input is read in 16 bits and written in 8, and in backward once more
+for the gradient of the weight; a gradient is read once, and written as it is and transposed."""
+CAST_WEIGHT = 4.0
+"""Passes over a weight in a micro batch: its largest value, the cast, and the transposed cast."""
 RECOMPUTING = 1000
 """The least layer of a wrap that recomputes (docs/memory.md)."""
 ROW_PASSES = 4.0
@@ -111,18 +114,24 @@ class Costs:
         self.filled = {(one.site.role, one.site.slot): one.offer for one in model.slots}
         self.recomputed = self._recomputed()
         self.base = set(model.base_modules or ())
+        self.sequence = run.config.resolved()["parallel"].get("cp", {})
         stages = run.mesh.axes[model.stages.axis].size if model.stages.axis else 1
         self.ranks_of_stage = run.mesh.world_size // stages  # the pipeline's axis varies slowest
 
     def units(self) -> dict[str, UnitCost]:
-        """The cost of every unit, by name; equal units of a role are counted once."""
-        found, by_role = dict[str, UnitCost](), dict[tuple[str, bool], UnitCost]()
+        """The cost of every unit, by name; units of a role with equal work are counted once."""
+        found, by_kind = dict[str, UnitCost](), dict[object, UnitCost]()
         for unit in self.model.plan.units:
-            key = (role_of(unit.name), self._is_base(unit.name))
-            if key not in by_role:
-                by_role[key] = self._unit(unit)
-            found[unit.name] = replace(by_role[key], name=unit.name, again=self.recomputed.get(key[0], 0.0))
+            role = role_of(unit.name)
+            key = (role, self._is_base(unit.name), unit.sequence, self._signature(unit))
+            if key not in by_kind:
+                by_kind[key] = self._unit(unit)
+            found[unit.name] = replace(by_kind[key], name=unit.name, again=self.recomputed.get(role, 0.0))
         return found
+
+    def _signature(self, unit: "Unit") -> tuple[object, ...]:
+        """What makes units of a role differ: blocks of a hybrid have other mixers, and some have no experts."""
+        return tuple((role_of(one.name), one.is_weight, one.flops) for one in self.work[unit.name])
 
     def _recomputed(self) -> dict[str, float]:
         """By role, the part of this rank's units that are computed again; other stages are taken to be alike."""
@@ -155,12 +164,10 @@ class Costs:
                 if any(segment.axis == "mlp" for segment in placement.dims[dim])
             )
             if is_8bit:
-                cast = SCALED * self.itemsize / self.machine.copy_rate
-                cast_input = 0.0 if self.kernels.fuses_casts else cast * inner
-                seconds.add(Seconds(others=cast_input, others_backward=cast * out))
+                seconds.add(self._casts(placement, inner, out))
         operands += 0.0 if self.work[unit.name] else 2 * tokens * self._width()
         operands -= activated if self.kernels.fuses_activation else 0.0
-        moved = self.itemsize / self.machine.copy_rate
+        moved = self.itemsize / (self.machine.kernel_rate * self.kernels.between)
         seconds.others += moved * (FORWARD_PASSES * operands + logits)
         seconds.others_backward += moved * (BACKWARD_PASSES * operands + (LOSS_PASSES - 1) * logits)
         seconds.add(self._lookup(unit, tokens))
@@ -173,16 +180,32 @@ class Costs:
     def _product(self, sides: Sides, itemsize: int) -> Seconds:
         """Forward [M, K] x [K, N], the gradient of the input [M, N] x [N, K], that of the weight [N, M] x [M, K]."""
         of, (rows, out, depth, matrices) = self.machine.product, sides
-        each = rows / matrices
+        if matrices == 1:
+            return Seconds(
+                of(rows, out, depth, itemsize), of(rows, depth, out, itemsize), of(out, depth, rows, itemsize)
+            )
+        each, rate = rows / matrices, self.kernels.grouped or self.machine.grouped
+        weights = self.kernels.grouped or self.machine.grouped_weights
         return Seconds(
-            products=matrices * of(each, out, depth, itemsize),
-            input_gradients=matrices * of(each, depth, out, itemsize),
-            weight_gradients=matrices * of(out, depth, each, itemsize),
+            products=matrices * of(each, out, depth, itemsize) / rate,
+            input_gradients=matrices * of(each, depth, out, itemsize) / rate,
+            weight_gradients=matrices * of(out, depth, each, itemsize) / weights,
+        )
+
+    def _casts(self, placement: "Placement", inner: float, out: float) -> Seconds:
+        """Casts of the operands of a product to 8 bits: inputs [inner], gradients [out], and its weight."""
+        cast = self.itemsize / self.machine.cast_rate
+        weight = 0.0 if self.kernels.keeps_weights else CAST_WEIGHT * prod(placement.local_shape(self._rank(placement)))
+        forward = 0.0 if self.kernels.fuses_casts else CAST_FORWARD * inner
+        return Seconds(
+            others=cast * (forward + weight / 2),
+            others_backward=cast * (CAST_BACKWARD * inner + CAST_GRADIENT * out + weight / 2),
         )
 
     def _attention(self, work: "Work", tokens: float, squares: float) -> Seconds:
         flops = work.flops.of(round(tokens), round(squares)) / self._split("heads")
-        rate = self.machine.attention_rate * self.kernels.attention
+        length = squares / max(tokens, 1)
+        rate = self.machine.attention_rate * self.kernels.attention * length / (length + self.machine.half_length)
         seconds = Seconds(attention=flops / 3 / rate, attention_backward=flops / 3 * BACKWARD / rate)
         seconds.add(self._along_sequence(tokens))
         return seconds
@@ -195,6 +218,8 @@ class Costs:
                 width = 2 * self._heads_width("kv_heads")
                 whole = self.itemsize * tokens * axis.size * width
                 once = self.machine.collective(whole, group.size, group.in_a_node)
+                if self.sequence.get("method") == "ulysses":
+                    return self._heads_exchanged(tokens, group)
                 forward = self._seconds_of_attention(tokens, axis.size)
                 # The ring hides what attention of a part takes. Backward passes keys, values and their gradients.
                 return Seconds(
@@ -202,6 +227,17 @@ class Costs:
                     collectives_backward=max(2 * once - BACKWARD * forward, 0.2 * once),
                 )
         return Seconds()
+
+    def _heads_exchanged(self, tokens: float, group: Group) -> Seconds:
+        """Queries, keys, values and results change their owners around attention (Ulysses, arXiv 2309.14509).
+
+        They are packed before and unpacked after. Nothing hides the exchange.
+        """
+        width = 2 * (self._heads_width("heads") + self._heads_width("kv_heads"))
+        size = self.itemsize * tokens * width
+        once = self.machine.collective(size, *group)
+        packed = 4 * size / self.machine.copy_rate
+        return Seconds(others=packed, others_backward=packed, collectives=once, collectives_backward=once)
 
     def _seconds_of_attention(self, tokens: float, ranks: int) -> float:
         heads = self._heads_width("heads")
@@ -272,7 +308,7 @@ class Costs:
 
     def _sides(self, placement: "Placement", work: "Work", tokens: float) -> Sides | None:
         """The local sides of a product; None if the parameter is no matrix."""
-        rank = placement.stages[0] * self.ranks_of_stage
+        rank = self._rank(placement)
         local = placement.gathered_shape if isinstance(placement, GatheredPlacement) else placement.local_shape
         shape = local(rank)
         logical = prod(placement.shape[-2:])
@@ -280,6 +316,10 @@ class Costs:
             return None
         times = work.flops.per_token / (6 * logical)
         return Sides(times * tokens, shape[-2], shape[-1], max(prod(shape[:-2]), 1))
+
+    def _rank(self, placement: "Placement") -> int:
+        """A rank that has the parameter."""
+        return placement.stages[0] * self.ranks_of_stage
 
     def _moved(self, placement: "Placement", sides: Sides, dim: int) -> float:
         """The elements of a product's operand; ranks of sequence parallelism divide it where its width is whole."""

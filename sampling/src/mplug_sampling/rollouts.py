@@ -1,6 +1,5 @@
 """Sampling between the steps of a run that trains: by the weights themselves, which are not copied."""
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +9,7 @@ from mplug.commands import Instead, Selection
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.sampler import Sampler, owners_of_axes
 from mplug_sampling.sampling import Sampling
+from mplug_sampling.scheduling import Schedule
 
 
 class TrainedSampler(Sampler):
@@ -62,9 +62,22 @@ class Completion:
     truncated: bool = False
 
 
+@dataclass(frozen=True)
+class Completing:
+    """A prompt that is completed, and the key of its random numbers."""
+
+    prompt: Sequence[int]
+    key: int
+    completion: Completion = field(default_factory=Completion)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those of the prompt and of the completion so far."""
+        return [*self.prompt, *self.completion.tokens]
+
+
 def complete(
     lanes: Lanes,
-    num_lanes: int,
     prompts: Sequence[Sequence[int]],
     keys: Sequence[int],
     num_tokens: int,
@@ -81,33 +94,31 @@ def complete(
     module.eval()
     lanes.model.weights_settled()
     lanes.forget_prompt()
-    found = [Completion() for _ in prompts]
-    waiting, free, running = deque(range(len(prompts))), deque(range(num_lanes)), dict[int, int]()
+    texts = [Completing(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+    schedule = Schedule(lanes.num_lanes, lambda text: text.tokens, texts)
 
     def take(lane: int, token: int, log_probability: float) -> None:
-        text = found[running[lane]]
-        text.tokens.append(token)
-        text.log_probabilities.append(log_probability)
-        text.truncated = token not in ends and len(text.tokens) >= num_tokens
-        if token in ends or text.truncated:
+        found = schedule.running[lane].completion
+        found.tokens.append(token)
+        found.log_probabilities.append(log_probability)
+        found.truncated = token not in ends and len(found.tokens) >= num_tokens
+        if token in ends or found.truncated:
             lanes.end(lane)
-            del running[lane]
-            free.append(lane)
+            schedule.end(lane)
 
     try:
-        while waiting or running:
-            while waiting and free:
-                lane, number = free.popleft(), waiting.popleft()
-                running[lane] = number
-                token = lanes.begin(lane, prompts[number], keys[number], sampling)
-                take(lane, token, float(lanes.log_probabilities()))
-            if running:
+        while schedule.waiting or schedule.running:
+            while begun := schedule.begin(lanes.room()):
+                for lane, text in begun:
+                    token = lanes.begin(lane, text.tokens, text.key, sampling, len(text.completion.tokens))
+                    take(lane, token, float(lanes.log_probabilities()))
+            if schedule.running:
                 tokens = lanes.step()
                 scores = lanes.log_probabilities().tolist()
-                for lane in list(running):
+                schedule.put_back(lanes.put_back)
+                for lane in list(schedule.running):
                     take(lane, tokens[lane], scores[lane])
     finally:
-        for one in lanes.modules:
-            one.cache = None
+        lanes.release()
         module.train(was_training)
-    return found
+    return [text.completion for text in texts]

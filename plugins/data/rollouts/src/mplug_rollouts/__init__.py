@@ -236,7 +236,7 @@ class Rollouts(ChatLoader):
             )
         own, size = self.config, self.vocabulary.vocab_size
         sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
-        return complete(self._made_lanes(run), own.lanes, tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+        return complete(self._made_lanes(run), tokens, keys, own.max_tokens, sampling, self._ends(prompts))
 
     def _made_lanes(self, run: "Run") -> "Lanes":
         """The lanes, whose caches stay from rollout to rollout."""

@@ -37,8 +37,8 @@ class Lanes:
 
     Random numbers are those of `sample`: a text has the same tokens, except for rounding, in any lane and at any time.
     `replays` records the step of a token if it can. A prompt that begins several times in a row is computed once.
-    `cache_tokens`: all lanes share pages of `page_size` rows, with at least this many rows together; None: each lane has
-    rows for a text of `context` positions.
+    `cache_tokens`: all lanes share pages of `page_size` rows, with at least this many rows together. None: each lane
+    has rows for a text of `context` positions.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Lanes:
         if cache_tokens is None:
             self._clock = Clock(num_lanes, self.device)
         else:
-            self._paging = Paging(num_lanes, rounded(context), cache_tokens, page_size, self.device)
+            self._paging = Paging(num_lanes, context, rounded(context), cache_tokens, page_size, self.device)
             self._clock = self._paging.clock
         self._caches = self._made(self._clock)
         self._first_clock = Clock(1, self.device)
@@ -156,6 +156,13 @@ class Lanes:
         self._newest_positions.pop(lane, None)
         if self._paging is not None:
             self._paging.end(lane)
+
+    @torch.no_grad()
+    def allocate(self) -> int:
+        """Allocate the caches before the first text, by a prompt of one token; returns their bytes on this rank."""
+        self.begin(0, [0], 0, Sampling(0.0))
+        self.release()
+        return sum(cache.num_bytes for cache in (*self._caches, *self._first_caches))
 
     def release(self) -> None:
         """No text is computed for now: all lanes are free, and the modules of the model have no cache."""

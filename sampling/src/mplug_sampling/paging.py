@@ -45,19 +45,24 @@ class PagedRoom(Room):
 
 
 class Paging:
-    """The pages that the texts of lanes share: `num_tokens` rows, for texts of up to `context` rows each."""
+    """The pages that the texts of lanes share: `num_tokens` rows, for texts of up to `context` tokens each.
+
+    Attention receives `rows` of each text, or some more.
+    """
 
     def __init__(
-        self, num_lanes: int, context: int, num_tokens: int, page_size: int, device: torch.device | str
+        self, num_lanes: int, context: int, rows: int, num_tokens: int, page_size: int, device: torch.device | str
     ) -> None:
-        of_text = -(-context // page_size)
-        num_pages = max(-(-num_tokens // page_size), 1)
-        if num_pages < of_text:
+        self.pages = Pages(-(-num_tokens // page_size), page_size, num_lanes)
+        self.most = self.pages.needed(context)
+        """The pages of the longest text."""
+        num_pages = len(self.pages.free)
+        if num_pages < self.most:
             raise UsageError(
                 f"a cache of {num_pages * page_size} tokens has no room for one text of {context} tokens; let it have "
-                f"{of_text * page_size} or more, or let texts be shorter"
+                f"{self.most * page_size} or more, or let texts be shorter"
             )
-        self.pages = Pages(num_pages, page_size, num_lanes)
+        of_text = -(-rows // page_size)
         self.clock = PagedClock(num_lanes, device, num_pages + 1, page_size, of_text)
         self._paged: list[PagedCache] = []
         self._table = torch.full((num_lanes, of_text), SPARE)
@@ -75,7 +80,7 @@ class Paging:
 
     def room(self, ended: Iterable[int], last: Sequence[int]) -> Room:
         """Answers which prompts may begin once some lanes have ended; `last` is the prompt computed last."""
-        return PagedRoom(self.pages, self.clock.pages_of_text, ended, last)
+        return PagedRoom(self.pages, self.most, ended, last)
 
     def begin(self, lane: int, length: int, *, is_new: bool) -> bool:
         """Give a lane the pages of a prompt; returns whether it must be computed: it is new, or its pages are gone."""

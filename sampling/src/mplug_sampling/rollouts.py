@@ -7,9 +7,9 @@ from functools import partial
 from mplug import Model, Run, UsageError
 from mplug.commands import Instead, Selection
 from mplug_sampling.continuous import Lanes
+from mplug_sampling.filling import LaneText, LogProbability, fill_lanes
 from mplug_sampling.sampler import Sampler, owners_of_axes
 from mplug_sampling.sampling import Sampling
-from mplug_sampling.scheduling import Schedule
 
 
 class TrainedSampler(Sampler):
@@ -62,20 +62,6 @@ class Completion:
     truncated: bool = False
 
 
-@dataclass(frozen=True)
-class Completing:
-    """A prompt that is completed, and the key of its random numbers."""
-
-    prompt: Sequence[int]
-    key: int
-    completion: Completion = field(default_factory=Completion)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Those of the prompt and of the completion so far."""
-        return [*self.prompt, *self.completion.tokens]
-
-
 def complete(
     lanes: Lanes,
     prompts: Sequence[Sequence[int]],
@@ -84,7 +70,7 @@ def complete(
     sampling: Sampling,
     ends: Collection[int],
 ) -> list[Completion]:
-    """The completions of prompts, of up to `num_tokens` tokens each. A free lane takes the next prompt at once.
+    """The completions of prompts, of up to `num_tokens` tokens each, by the present weights.
 
     `keys` are those of the completions' random numbers. All ranks of a layout make the same calls. The model's mode
     (training or evaluation) is the same afterwards.
@@ -94,31 +80,17 @@ def complete(
     module.eval()
     lanes.model.weights_settled()
     lanes.forget_prompt()
-    texts = [Completing(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
-    schedule = Schedule(lanes.num_lanes, lambda text: text.tokens, texts)
+    found = [Completion() for _ in prompts]
 
-    def take(lane: int, token: int, log_probability: float) -> None:
-        found = schedule.running[lane].completion
-        found.tokens.append(token)
-        found.log_probabilities.append(log_probability)
-        found.truncated = token not in ends and len(found.tokens) >= num_tokens
-        if token in ends or found.truncated:
-            lanes.end(lane)
-            schedule.end(lane)
+    def take(number: int, token: int, log_probability: LogProbability) -> bool:
+        text = found[number]
+        text.tokens.append(token)
+        text.log_probabilities.append(log_probability())
+        text.truncated = token not in ends and len(text.tokens) >= num_tokens
+        return token in ends or text.truncated
 
     try:
-        while schedule.waiting or schedule.running:
-            while begun := schedule.begin(lanes.room()):
-                for lane, text in begun:
-                    token = lanes.begin(lane, text.tokens, text.key, sampling, len(text.completion.tokens))
-                    take(lane, token, float(lanes.log_probabilities()))
-            if schedule.running:
-                tokens = lanes.step()
-                scores = lanes.log_probabilities().tolist()
-                schedule.put_back(lanes.put_back)
-                for lane in list(schedule.running):
-                    take(lane, tokens[lane], scores[lane])
+        fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take)
     finally:
-        lanes.release()
         module.train(was_training)
-    return [text.completion for text in texts]
+    return found

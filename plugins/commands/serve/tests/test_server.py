@@ -103,7 +103,7 @@ def serving(
     limits: Limits = LIMITS, key: str | None = None, tokenizer: Any = None, started: bool = True
 ) -> Iterator[tuple[Client, Engine]]:
     _, sampler = built(GPT)
-    engine = Engine(Lanes(sampler, limits.lanes, limits.context), limits.lanes, limits.queue, lambda commands: commands)
+    engine = Engine(Lanes(sampler, limits.lanes, limits.context), limits.queue, lambda commands: commands)
     tokenizer = tokenizer or ByteTokenizer()
     served = Served("tiny", tokenizer, tokenizer.encode, getattr(tokenizer, "encode_chat", None), frozenset(), 256)
     app = application(served, engine, limits, key)
@@ -319,7 +319,7 @@ def stoppable(seconds: float, grace: float, monkeypatch: pytest.MonkeyPatch) -> 
     """The server of the command, in a thread, which receives no signals."""
     monkeypatch.setattr(Server, "capture_signals", lambda _: nullcontext())
     _, sampler = built(GPT)
-    engine = Engine(Lanes(sampler, 3, CONTEXT), 3, 20, lambda commands: commands)
+    engine = Engine(Lanes(sampler, 3, CONTEXT), 20, lambda commands: commands)
     tokenizer = ByteTokenizer()
     app = application(Served("tiny", tokenizer, tokenizer.encode, None, frozenset(), 256), engine, LIMITS, None)
     server, listening = Server(app, seconds, grace, engine.stop), socket.create_server(("127.0.0.1", 0))
@@ -380,8 +380,9 @@ def test_a_connection_without_a_request_is_closed_and_one_with_requests_is_not(m
 
 
 def of_rank(settings: dict[str, Any]) -> list[str]:
+    """Four texts in two lanes, whose pages have no room for two whole texts."""
     run, sampler = built(settings)
-    lanes = Lanes(sampler, 2, CONTEXT, Ranks(run, sampler))
+    lanes = Lanes(sampler, 2, 20, Ranks(run, sampler), cache_tokens=20, page_size=4)
 
     def exchange(commands: Any) -> Any:
         values = [list(commands)]
@@ -391,7 +392,7 @@ def of_rank(settings: dict[str, Any]) -> list[str]:
     if run.rank:
         follow(lanes, exchange)
         return []
-    engine = Engine(lanes, 2, 20, exchange)
+    engine = Engine(lanes, 20, exchange)
     thread = threading.Thread(target=engine.run)
     tokenizer, found = ByteTokenizer(), ["", "", "", ""]
 
@@ -413,6 +414,7 @@ def of_rank(settings: dict[str, Any]) -> list[str]:
         time.sleep(0.01)
     engine.stop()
     thread.join()
+    assert engine.load["put_back"] > 0
     return found
 
 

@@ -87,6 +87,22 @@ def test_the_trainer_gives_tokens_the_log_probabilities_with_which_they_were_sam
         assert own["reward_std"] > 0
 
 
+def test_completions_that_share_pages_are_those_of_lanes_with_rows_of_their_own() -> None:
+    """Also where pages run out; a run says how often."""
+    found = []
+    for pages in ({}, {"data.cache_tokens": 32}):
+        run = tiny_run(in_fp64({**TINY, **pages}))
+        parts = build(run)
+        run.step = 1
+        found.append(list(parts.train_loader.loader.take(4)))
+        figures = [one for _, one in run.hooks.each("step_figures", run=run, record={"step": 1}) if "reward" in one]
+        assert ("rollout_put_back" in figures[0]) == bool(pages)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+        assert torch.allclose(one[SAMPLED], other[SAMPLED], rtol=1e-11, atol=0)
+    assert figures[0]["rollout_put_back"] > 0
+
+
 def test_a_model_learns_what_is_rewarded() -> None:
     """The held-out loss is minus the mean reward of the likeliest tokens."""
     settings = {**TINY, "objectives.grpo.loss": "dapo", "trainer.global_batch_size": 16, "data.lanes": 32}

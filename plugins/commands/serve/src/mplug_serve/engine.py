@@ -6,11 +6,11 @@ All ranks of a layout compute the same. Rank 0 decides, and sends its commands t
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from mplug_sampling.scheduling import Schedule
 from mplug_sampling.text import Text
 from mplug_serve.requests import Refused
 
@@ -26,12 +26,13 @@ BUSY, LATE = (
 
 
 class Begin(NamedTuple):
-    """Compute a prompt in a lane."""
+    """Compute a prompt in a lane; its last `index` tokens are those of an answer that was put back."""
 
     lane: int
     prompt: tuple[int, ...]
     key: int
     sampling: "Sampling"
+    index: int
 
 
 class End(NamedTuple):
@@ -66,9 +67,17 @@ class Answer:
     deadline: float
     is_cancelled: bool = field(default=False, init=False)
     """The client has gone; the engine frees the lane before its next step."""
+    taken: list[int] = field(default_factory=list, init=False)
+    """The tokens of the text so far."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those of the prompt and of the text so far."""
+        return (*self.prompt, *self.taken)
 
     def take(self, token: int) -> bool:
         """Add the next token and send what is certain; returns whether the text has ended."""
+        self.taken.append(token)
         has_ended = self.text.take(token) or self.text.num_tokens >= self.num_tokens
         if has_ended:
             self.finish()
@@ -85,15 +94,13 @@ class Answer:
 class Engine:
     """The lanes of rank 0, with the texts in them and those that wait. `exchange` sends commands to the other ranks."""
 
-    def __init__(self, lanes: "Lanes", num_lanes: int, queue: int, exchange: Exchange) -> None:
-        self.lanes, self.num_lanes, self.queue, self.exchange = lanes, num_lanes, queue, exchange
+    def __init__(self, lanes: "Lanes", queue: int, exchange: Exchange) -> None:
+        self.lanes, self.queue, self.exchange = lanes, queue, exchange
         self.failure: BaseException | None = None
         self.num_answers = self.num_tokens = 0
-        self._free = list(range(num_lanes))
+        self._texts = Schedule[Answer](lanes.num_lanes, lambda answer: answer.tokens)
         self._left: list[int] = []
         """Lanes whose texts have ended since the last round; the ranks free them with the next one."""
-        self._running: dict[int, Answer] = {}
-        self._waiting: deque[Answer] = deque()
         self._changed = threading.Condition()
         self._is_stopped = False
 
@@ -101,10 +108,11 @@ class Engine:
     def load(self) -> dict[str, int]:
         """Numbers for GET /health."""
         return {
-            "running": len(self._running),
-            "waiting": len(self._waiting),
+            "running": len(self._texts.running),
+            "waiting": len(self._texts.waiting),
             "answers": self.num_answers,
             "tokens": self.num_tokens,
+            "put_back": self.lanes.num_put_back,
         }
 
     def submit(self, answers: Sequence[Answer]) -> None:
@@ -112,9 +120,9 @@ class Engine:
         with self._changed:
             if self._is_stopped or self.failure is not None:
                 raise Refused(503, "the server is stopping")
-            if len(self._waiting) + len(answers) > self.queue + len(self._free):
+            if len(self._texts.waiting) + len(answers) > self.queue + len(self._texts.free):
                 raise Refused(503, BUSY)
-            self._waiting.extend(answers)
+            self._texts.waiting.extend(answers)
             self._changed.notify()
 
     def cancel(self, answers: Sequence[Answer]) -> None:
@@ -144,59 +152,58 @@ class Engine:
     def _step(self) -> bool:
         """One round: free lanes, fill them, compute a token of each; returns whether another one follows."""
         with self._changed:
-            if not self._is_stopped and not self._waiting and not self._running:
+            if not self._is_stopped and not self._texts.waiting and not self._texts.running:
                 self._changed.wait(HEARTBEAT)
             if self._is_stopped:
                 self.exchange(["stop"])
                 return False
             self._end_overdue()
-            ended, self._left = [End(lane) for lane in self._left], []
-            begun = [self._begin(lane) for lane in self._lanes_to_fill()]
-        step: list[Command] = ["step"] if self._running else []
-        commands = [*ended, *begun, *step]
-        for token, lane in computed(self.lanes, self.exchange(commands)):
-            if lane in self._running:
+            ended, left, self._left = [End(lane) for lane in self._left], self._left, []
+            begun = [
+                Begin(lane, answer.tokens, answer.key, answer.sampling, len(answer.taken))
+                for lane, answer in self._texts.begin(self.lanes.room(left))
+            ]
+        step: list[Command] = ["step"] if self._texts.running else []
+        self.lanes.put_back = []
+        tokens = computed(self.lanes, self.exchange([*ended, *begun, *step]))
+        for token, lane in tokens:
+            if lane in self._texts.running and lane not in self.lanes.put_back:
                 self._take(lane, token)
+        with self._changed:
+            self._texts.put_back(lane for lane in self.lanes.put_back if lane in self._texts.running)
         return True
 
     def _end_overdue(self) -> None:
         """End the texts whose clients have gone, or whose time is over."""
         now = time.monotonic()
-        for lane, answer in list(self._running.items()):
+        for lane, answer in list(self._texts.running.items()):
             if answer.is_cancelled or now > answer.deadline:
                 answer.finish()
                 self._release(lane)
-        for answer in [one for one in self._waiting if one.is_cancelled or now > one.deadline]:
-            self._waiting.remove(answer)
-            answer.send(Event("", "refused", Refused(503, LATE)))
-
-    def _lanes_to_fill(self) -> list[int]:
-        return self._free[: len(self._waiting)]
-
-    def _begin(self, lane: int) -> Begin:
-        self._free.remove(lane)
-        answer = self._waiting.popleft()
-        self._running[lane] = answer
-        return Begin(lane, answer.prompt, answer.key, answer.sampling)
+        for answer in [one for one in self._texts.waiting if one.is_cancelled or now > one.deadline]:
+            self._texts.waiting.remove(answer)
+            if answer.taken:
+                answer.finish()
+            else:
+                answer.send(Event("", "refused", Refused(503, LATE)))
 
     def _take(self, lane: int, token: int) -> None:
         self.num_tokens += 1
-        if self._running[lane].take(token):
+        if self._texts.running[lane].take(token):
             self.num_answers += 1
             self._release(lane)
 
     def _release(self, lane: int) -> None:
-        del self._running[lane]
-        self._free.append(lane)
+        self._texts.end(lane)
         self._left.append(lane)
 
     def _end_all(self) -> None:
         with self._changed:
             stopped = Refused(503, "the server stopped before the answer had ended")
-            for answer in (*self._running.values(), *self._waiting):
+            for answer in (*self._texts.running.values(), *self._texts.waiting):
                 answer.send(Event("", "refused", stopped))
-            self._running.clear()
-            self._waiting.clear()
+            self._texts.running.clear()
+            self._texts.waiting.clear()
 
 
 def computed(lanes: "Lanes", commands: Sequence[Command]) -> "list[tuple[int, int]]":

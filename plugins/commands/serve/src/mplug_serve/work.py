@@ -38,6 +38,7 @@ class Job:
     address: tuple[str, int]
     key: str | None
     graphs: bool
+    cache_tokens: int | None
 
 
 def prepared(job: Job) -> "tuple[Run, Sampler]":
@@ -62,7 +63,12 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
         listening = listen(job.address) if run.rank == 0 else None
         job.weights.load(run, allocate_parts)
         replays, _ = replays_for(run, sampler)
-        lanes = Lanes(sampler, job.limits.lanes, job.limits.context, Ranks(run, sampler), replays)
+        lanes = Lanes(
+            sampler, job.limits.lanes, job.limits.context, Ranks(run, sampler), replays, cache_tokens=job.cache_tokens
+        )
+        num_bytes = lanes.allocate()
+        if run.rank == 0:
+            click.echo(_line_of_caches(job.limits, lanes.cache_tokens, num_bytes, run.mesh.world_size))
         exchange = _exchange(run)
         if listening is None:
             from mplug_serve.engine import follow
@@ -72,8 +78,15 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
             return
         from mplug_serve.engine import Engine
 
-        engine = Engine(lanes, job.limits.lanes, job.limits.queue, exchange)
+        engine = Engine(lanes, job.limits.queue, exchange)
         _serve(job, _served(job, run), engine, listening)
+
+
+def _line_of_caches(limits: Limits, cache_tokens: int | None, num_bytes: int, world_size: int) -> str:
+    """The memory of the caches, for the user."""
+    shared = "" if cache_tokens is None else f", which share {cache_tokens:,} tokens in pages"
+    ranks = " on each rank" if world_size > 1 else ""
+    return f"caches of {limits.lanes} texts of {limits.context:,} tokens{shared}: {num_bytes / 2**30:.3g} GiB{ranks}"
 
 
 def _exchange(run: "Run") -> "Exchange":

@@ -32,6 +32,7 @@ class Rollouts(ChatLoader):
         self.config = config
         self._sampler: TrainedSampler | None = None
         self._lanes: Lanes | None = None
+        self._num_put_back = 0
         self._source: SampledSource | None = None
         self._functions: Functions | None = None
         self._is_built = False
@@ -45,6 +46,12 @@ class Rollouts(ChatLoader):
                 f"data.per_sample={own.per_sample} completions of data.max_tokens={own.max_tokens} tokens after a "
                 f"prompt do not fit into trainer.seq_length={trainer.seq_length}; set trainer.seq_length to the tokens "
                 f"of the longest prompt and completion, times data.per_sample"
+            )
+        longest = trainer.seq_length // own.per_sample + 1
+        if own.cache_tokens is not None and own.cache_tokens < longest:
+            raise UsageError(
+                f"data.cache_tokens={own.cache_tokens} has no room for one prompt with its completion; set it to "
+                f"{longest} or more (trainer.seq_length / data.per_sample, and one)"
             )
         assert self.template
         assert self.tokenizer
@@ -99,7 +106,7 @@ class Rollouts(ChatLoader):
     @hookimpl
     def training_released(self) -> None:
         """Drop the caches and the model."""
-        self._lanes, self._sampler, self._is_built = None, None, False
+        self._lanes, self._sampler, self._is_built, self._num_put_back = None, None, False, 0
 
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> Loader:
@@ -131,7 +138,11 @@ class Rollouts(ChatLoader):
     @hookimpl
     def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
         """Rewards, lengths and the duration of the rollout that a step has caused."""
-        return {} if self._source is None else self._source.figures.pop(record["step"], {})
+        found = {} if self._source is None else self._source.figures.pop(record["step"], {})
+        if not found or self._lanes is None or self.config.cache_tokens is None:
+            return found
+        before, self._num_put_back = self._num_put_back, self._lanes.num_put_back
+        return {**found, "rollout_put_back": float(self._num_put_back - before)}
 
     @hookimpl
     def run_started(self, run: "Run") -> None:
@@ -249,7 +260,8 @@ class Rollouts(ChatLoader):
                 raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
             context = run.config.trainer.seq_length // self.config.per_sample + 1
             ranks = Ranks(run, self._sampler).apart()
-            self._lanes = Lanes(self._sampler, self.config.lanes, context, ranks, replays)
+            own = self.config
+            self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
         return self._lanes
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:

@@ -54,6 +54,11 @@ class RolloutsConfig(BaseModel):
     lanes: Annotated[PositiveInt, MAY_CHANGE] = Field(
         64, description="largest number of completions that a group of ranks samples at the same time"
     )
+    cache_tokens: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+        None,
+        description="let the completions of a group of ranks share pages of a cache with room for this many tokens; "
+        "null: room for trainer.seq_length / per_sample tokens in each lane",
+    )
     graphs: Annotated[bool, MAY_CHANGE] = Field(
         False, description="replay the step of a token as a CUDA graph; runs on a GPU without exchanges inside a step"
     )

@@ -262,6 +262,8 @@ class Rollouts(ChatLoader):
             ranks = Ranks(run, self._sampler).apart()
             own = self.config
             self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
+            gib = self._lanes.allocate() / 2**30
+            log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
         return self._lanes
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:

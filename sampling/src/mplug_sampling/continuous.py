@@ -57,6 +57,8 @@ class Lanes:
         self._own_units = sampler.own_units()
         self.model, self.context, self.ranks, self.replays = sampler.model, context, ranks, replays or Replays()
         self.num_lanes, self.num_put_back = num_lanes, 0
+        self.vocab_size = 0
+        """The tokens that have logits; 0 before the first prompt."""
         self.device = next(iter(self.model.parameters().values())).device
         self.modules = list(cached_modules(self.model))
         self._paging: Paging | None = None
@@ -202,7 +204,7 @@ class Lanes:
             positions = torch.arange(len(prompt), device=self.device)[None]
             entries = {"tokens": torch.tensor([prompt], device=self.device), "positions": positions}
             logits = self.ranks.whole_vocabulary(self._computed(entries, self._first_caches))
-            self._of_prompt = prompt, logits
+            self._of_prompt, self.vocab_size = (prompt, logits), logits.shape[-1]
         return self._of_prompt[1]
 
     def _made(self, clock: Clock) -> list[Any]:

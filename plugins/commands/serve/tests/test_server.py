@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mplug_bytes import ByteTokenizer
 from sampled import CONTEXT, FAMILIES, built, texts
 
-from mplug_sampling import Lanes, Ranks, Sampling, Text, sample_key
+from mplug_sampling import Lanes, Ranks, Sampling, Text, complete, sample_key
 from mplug_testing import run_workers
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -421,6 +421,27 @@ def of_rank(settings: dict[str, Any]) -> list[str]:
 def test_ranks_of_tensor_parallelism_compute_what_the_first_one_commands() -> None:
     settings = {**GPT, "parallel.layout": "tp2", "parallel.tp.sequence_parallel": False}
     assert run_workers(2, of_rank, settings)[0] == [sampled("ab")] * 4
+
+
+def test_tokens_have_the_log_probabilities_of_the_model() -> None:
+    """The prompt is a text or its tokens; the numbers come back, with the token that ends the text."""
+    prompt, whole = ByteTokenizer().encode("ab"), {"temperature": 0.7, "seed": 3, "max_tokens": 9}
+    with serving() as (client, _):
+        asked = {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **whole}
+        (choice,) = client.ask("/v1/completions", asked)[1]["choices"]
+        assert client.ask("/v1/completions", {"prompt": "ab", **whole})[1]["choices"][0]["text"] == choice["text"]
+        _, sampler = built(GPT)
+        sampling = Sampling(0.7, vocab_size=256)
+        (text,) = complete(Lanes(sampler, 3, CONTEXT), [prompt], [sample_key(3)], 9, sampling, ())
+        assert choice["token_ids"] == text.tokens
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(text.log_probabilities, rel=1e-9)
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == 9
+        for wrong, sentence in (({"logprobs": 2}, "'logprobs'"), ({"stream": True}, "leave out 'stream'")):
+            status, found = client.ask("/v1/completions", {**asked, **wrong})
+            assert status == 400
+            assert sentence in found["error"]["message"]
+        status, found = client.ask("/v1/completions", {**asked, "prompt": [999]})
+        assert (status, "the vocabulary has 256 tokens" in found["error"]["message"]) == (400, True)
 
 
 def test_a_failure_of_the_model_ends_all_answers_and_is_reported() -> None:

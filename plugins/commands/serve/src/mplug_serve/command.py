@@ -1,6 +1,7 @@
 """mplug serve."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,6 +34,12 @@ KEY_VARIABLE = "MPLUG_SERVE_KEY"
     type=click.IntRange(1, 2**40),
     metavar="N",
     help="Let texts share pages of a cache with room for N tokens; default: room for --context tokens in each lane.",
+)
+@click.option(
+    "--load-from",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Let requests (POST /update_weights_from_disk) load new weights from folders in this one.",
 )
 @click.option(
     "--queue",
@@ -117,6 +124,7 @@ class Asked(ModelOptions):
     key: str | None
     lanes: int
     cache_tokens: int | None
+    load_from: Path | None
     queue: int
     context: int | None
     max_tokens: int
@@ -172,4 +180,4 @@ class Asked(ModelOptions):
         name = found.weights.path.name if found.directory is None else found.directory.name
         address = (self.host, self.port)
         described = found.base, found.overrides, found.weights, name, limits, address, self.key
-        return Job(*described, graphs=self.graphs == "auto", cache_tokens=self.cache_tokens)
+        return Job(*described, graphs=self.graphs == "auto", cache_tokens=self.cache_tokens, loads_from=self.load_from)

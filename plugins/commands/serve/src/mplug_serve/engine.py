@@ -6,10 +6,14 @@ All ranks of a layout compute the same. Rank 0 decides, and sends its commands t
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from mplug import UsageError
 from mplug_sampling.scheduling import Schedule
 from mplug_sampling.text import Text
 from mplug_serve.requests import Refused
@@ -41,7 +45,15 @@ class End(NamedTuple):
     lane: int
 
 
-Command = Begin | End | Literal["step", "stop"]
+class Load(NamedTuple):
+    """Load the weights of a folder; no text runs."""
+
+    folder: str
+
+
+Command = Begin | End | Load | Literal["step", "stop"]
+Loading = Callable[[str], None]
+"""Loads the weights of a folder, on every rank; UsageError if they are those of another model."""
 Exchange = Callable[[Sequence[Command]], Sequence[Command]]
 """The commands of rank 0 -> the same commands, on every rank."""
 
@@ -68,16 +80,21 @@ class Answer:
     is_cancelled: bool = field(default=False, init=False)
     """The client has gone; the engine frees the lane before its next step."""
     taken: list[int] = field(default_factory=list, init=False)
-    """The tokens of the text so far."""
+    """The tokens of the text so far, and at last the one that ends it."""
+    is_scored: bool = False
+    """Whether `log_probabilities` receives those of the tokens."""
+    log_probabilities: list[float] = field(default_factory=list, init=False)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Those of the prompt and of the text so far."""
         return (*self.prompt, *self.taken)
 
-    def take(self, token: int) -> bool:
+    def take(self, token: int, log_probability: float | None) -> bool:
         """Add the next token and send what is certain; returns whether the text has ended."""
         self.taken.append(token)
+        if log_probability is not None:
+            self.log_probabilities.append(log_probability)
         has_ended = self.text.take(token) or self.text.num_tokens >= self.num_tokens
         if has_ended:
             self.finish()
@@ -94,8 +111,9 @@ class Answer:
 class Engine:
     """The lanes of rank 0, with the texts in them and those that wait. `exchange` sends commands to the other ranks."""
 
-    def __init__(self, lanes: "Lanes", queue: int, exchange: Exchange) -> None:
-        self.lanes, self.queue, self.exchange = lanes, queue, exchange
+    def __init__(self, lanes: "Lanes", queue: int, exchange: Exchange, load: Loading | None = None) -> None:
+        self.lanes, self.queue, self.exchange, self.load_weights = lanes, queue, exchange, load
+        self._loads: deque[tuple[str, Future[None]]] = deque()
         self.failure: BaseException | None = None
         self.num_answers = self.num_tokens = 0
         self._texts = Schedule[Answer](lanes.num_lanes, lambda answer: answer.tokens)
@@ -125,6 +143,15 @@ class Engine:
             self._texts.waiting.extend(answers)
             self._changed.notify()
 
+    def load_folder(self, folder: str) -> "Future[None]":
+        """Load the weights of a folder when the texts that run have ended; those that wait begin afterwards."""
+        with self._changed:
+            if self._is_stopped or self.failure is not None:
+                raise Refused(503, "the server is stopping")
+            self._loads.append((folder, found := Future()))
+            self._changed.notify()
+        return found
+
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these answers any more."""
         with self._changed:
@@ -152,26 +179,40 @@ class Engine:
     def _step(self) -> bool:
         """One round: free lanes, fill them, compute a token of each; returns whether another one follows."""
         with self._changed:
-            if not self._is_stopped and not self._texts.waiting and not self._texts.running:
+            if not (self._is_stopped or self._texts.waiting or self._texts.running or self._loads):
                 self._changed.wait(HEARTBEAT)
             if self._is_stopped:
                 self.exchange(["stop"])
                 return False
             self._end_overdue()
             ended, left, self._left = [End(lane) for lane in self._left], self._left, []
-            begun = [
-                Begin(lane, answer.tokens, answer.key, answer.sampling, len(answer.taken))
-                for lane, answer in self._texts.begin(self.lanes.room(left))
-            ]
+            has_begun = bool(self._texts.waiting and self._texts.waiting[0].taken)  # it was put back
+            holds = bool(self._loads) and not has_begun
+            taken = [] if holds else self._texts.begin(self.lanes.room(left))
+            begun = [Begin(lane, one.tokens, one.key, one.sampling, len(one.taken)) for lane, one in taken]
+            loading = self._loads.popleft() if holds and not self._texts.running else None
+        if loading is not None:
+            self._load(ended, *loading)
+            return True
         step: list[Command] = ["step"] if self._texts.running else []
         self.lanes.put_back = []
-        tokens = computed(self.lanes, self.exchange([*ended, *begun, *step]))
-        for token, lane in tokens:
-            if lane in self._texts.running and lane not in self.lanes.put_back:
-                self._take(lane, token)
+        scored = {lane for lane, answer in self._texts.running.items() if answer.is_scored}
+        for one in computed(self.lanes, self.exchange([*ended, *begun, *step]), scored):
+            if one.lane in self._texts.running and one.lane not in self.lanes.put_back:
+                self._take(one)
         with self._changed:
             self._texts.put_back(lane for lane in self.lanes.put_back if lane in self._texts.running)
         return True
+
+    def _load(self, ended: Sequence[Command], folder: str, done: "Future[None]") -> None:
+        assert self.load_weights is not None
+        commands = self.exchange([*ended, Load(folder)])
+        try:
+            computed(self.lanes, commands, load=self.load_weights)
+        except UsageError as error:
+            done.set_exception(Refused(400, str(error)))
+        else:
+            done.set_result(None)
 
     def _end_overdue(self) -> None:
         """End the texts whose clients have gone, or whose time is over."""
@@ -187,11 +228,11 @@ class Engine:
             else:
                 answer.send(Event("", "refused", Refused(503, LATE)))
 
-    def _take(self, lane: int, token: int) -> None:
+    def _take(self, new: "New") -> None:
         self.num_tokens += 1
-        if self._texts.running[lane].take(token):
+        if self._texts.running[new.lane].take(new.token, new.log_probability):
             self.num_answers += 1
-            self._release(lane)
+            self._release(new.lane)
 
     def _release(self, lane: int) -> None:
         self._texts.end(lane)
@@ -204,25 +245,46 @@ class Engine:
                 answer.send(Event("", "refused", stopped))
             self._texts.running.clear()
             self._texts.waiting.clear()
+            while self._loads:
+                self._loads.popleft()[1].set_exception(stopped)
 
 
-def computed(lanes: "Lanes", commands: Sequence[Command]) -> "list[tuple[int, int]]":
-    """Do the commands of a round; returns the new tokens with their lanes, in order."""
-    found: list[tuple[int, int]] = []
+class New(NamedTuple):
+    """The next token of the text in a lane, and its log-probability if it is wanted."""
+
+    token: int
+    lane: int
+    log_probability: float | None
+
+
+def computed(
+    lanes: "Lanes", commands: Sequence[Command], scored: Collection[int] = (), load: Loading | None = None
+) -> list[New]:
+    """Do the commands of a round; returns the new tokens in order, with log-probabilities in `scored` lanes."""
+    found: list[New] = []
     for command in commands:
         if isinstance(command, Begin):
-            found.append((lanes.begin(*command), command.lane))
+            token, lane = lanes.begin(*command), command.lane
+            found.append(New(token, lane, float(lanes.log_probabilities()) if lane in scored else None))
         elif isinstance(command, End):
             lanes.end(command.lane)
+        elif isinstance(command, Load):
+            assert load is not None
+            load(command.folder)
+            lanes.model.weights_settled()
+            lanes.forget_prompt()
         elif command == "step":
-            found += [(token, lane) for lane, token in enumerate(lanes.step())]
+            tokens = lanes.step()
+            scores = lanes.log_probabilities().tolist() if scored else []
+            found += [New(token, lane, scores[lane] if lane in scored else None) for lane, token in enumerate(tokens)]
     return found
 
 
-def follow(lanes: "Lanes", exchange: Exchange) -> None:
+def follow(lanes: "Lanes", exchange: Exchange, load: Loading | None = None) -> None:
     """Compute what rank 0 commands, on another rank, until it stops."""
     while "stop" not in (commands := exchange([])):
-        computed(lanes, commands)
+        with suppress(UsageError):  # the folder of a request is refused on all ranks, and rank 0 answers
+            computed(lanes, commands, load=load)
 
 
 def random_seed() -> int:

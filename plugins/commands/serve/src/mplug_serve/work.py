@@ -7,7 +7,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,6 +41,7 @@ class Job:
     key: str | None
     graphs: bool
     cache_tokens: int | None
+    loads_from: Path | None
 
 
 def prepared(job: Job) -> "tuple[Run, Sampler]":
@@ -69,17 +72,27 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
         num_bytes = lanes.allocate()
         if run.rank == 0:
             click.echo(_line_of_caches(job.limits, lanes.cache_tokens, num_bytes, run.mesh.world_size))
-        exchange = _exchange(run)
+        exchange, load = _exchange(run), partial(_load, run, sampler)
         if listening is None:
             from mplug_serve.engine import follow
 
             _leave_signals_to_the_first_rank()
-            follow(lanes, exchange)
+            follow(lanes, exchange, load)
             return
         from mplug_serve.engine import Engine
 
-        engine = Engine(lanes, job.limits.queue, exchange)
-        _serve(job, _served(job, run), engine, listening)
+        engine = Engine(lanes, job.limits.queue, exchange, load)
+        _serve(job, replace(_served(job, run), loads_from=job.loads_from), engine, listening)
+
+
+def _load(run: "Run", sampler: "Sampler", folder: str) -> None:
+    """Load a published folder into the model that samples. Collective; UsageError for that of another model."""
+    from mplug_pretrained import SavedModel
+    from mplug_pretrained.public_load import load_public_for_inference, refuse_other_model
+
+    path = SavedModel.published(Path(folder)).path
+    refuse_other_model(path, sampler.model, run.config.checkpoint.pretrained)
+    load_public_for_inference(run, sampler.model, path)
 
 
 def _line_of_caches(limits: Limits, cache_tokens: int | None, num_bytes: int, world_size: int) -> str:

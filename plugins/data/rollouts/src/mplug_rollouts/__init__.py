@@ -10,11 +10,13 @@ from mplug_tokenization import ChatLoader, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from mplug import Model, Run, RunConfig
     from mplug.commands import Selection
     from mplug_rollouts.loader import Pack
     from mplug_rollouts.rewards import Functions
+    from mplug_rollouts.served import ServedSampler
     from mplug_rollouts.sources import Encoded, SampledSource
     from mplug_sampling import Completion, Lanes, TrainedSampler
 
@@ -33,6 +35,7 @@ class Rollouts(ChatLoader):
         self._sampler: TrainedSampler | None = None
         self._lanes: Lanes | None = None
         self._num_put_back = 0
+        self._server: ServedSampler | None = None
         self._source: SampledSource | None = None
         self._functions: Functions | None = None
         self._is_built = False
@@ -74,7 +77,7 @@ class Rollouts(ChatLoader):
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
         """The completion of each position, its advantage and, if they are known, the sampler's log-probabilities."""
-        has_scores = self.config.completions == "sampled" or self.config.log_probabilities
+        has_scores = self.config.completions != "given" or self.config.log_probabilities
         return (DOCUMENTS, SEQUENCES, ADVANTAGES, *((SAMPLED,) if has_scores else ()))
 
     @hookimpl
@@ -94,8 +97,9 @@ class Rollouts(ChatLoader):
     @hookimpl
     def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
         """Refuse kernels and layouts with which the model cannot sample, and steps that end within a prompt."""
-        if run.trains and self._sampler is not None:
+        if run.trains and self.config.completions != "given":
             self._check_steps(run.config)
+        if run.trains and self._sampler is not None:
             self._sampler.select(run, model, selection)
 
     @hookimpl
@@ -128,7 +132,11 @@ class Rollouts(ChatLoader):
         if own.completions == "given":
             items = given_items(prompts, self.vocabulary, own)
             return RolloutLoader(GivenSource(prompts, items, trainer.seed), masks_truncated=masks, **common)
-        complete = partial(self._complete, run, prompts)
+        if own.completions == "served" and self._server is None:
+            from mplug_rollouts.served import ServedSampler
+
+            self._server = ServedSampler(run, own.server)
+        complete = partial(self._complete if own.completions == "sampled" else self._served, run, prompts)
         source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions)
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
@@ -139,6 +147,8 @@ class Rollouts(ChatLoader):
     def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
         """Rewards, lengths and the duration of the rollout that a step has caused."""
         found = {} if self._source is None else self._source.figures.pop(record["step"], {})
+        if found and self._server is not None:
+            return {**found, "rollout_lag": float(record["step"] - 1 - self._server.step)}
         if not found or self._lanes is None or self.config.cache_tokens is None:
             return found
         before, self._num_put_back = self._num_put_back, self._lanes.num_put_back
@@ -151,6 +161,12 @@ class Rollouts(ChatLoader):
 
         if self.config.save and run.rank == 0 and run.directory is not None:
             forget_after(run.directory / FILE, run.step)
+
+    @hookimpl
+    def checkpoint_saved(self, path: "Path") -> None:
+        """The server may get the weights of the checkpoint."""
+        if self._server is not None:
+            self._server.saved(path)
 
     @hookimpl
     def run_finished(self) -> None:
@@ -192,6 +208,8 @@ class Rollouts(ChatLoader):
         return Functions(own.rewards, own.reward_weights, own.reward_seconds, own.reward_processes)
 
     def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
         if self._functions is not None:
             self._functions.close()
             self._functions = None
@@ -199,7 +217,7 @@ class Rollouts(ChatLoader):
     @property
     def _given(self) -> str:
         """What lines must have, as `read_prompts` takes it."""
-        if self.config.completions == "sampled":
+        if self.config.completions != "given":
             return ""
         return "scored" if self.config.log_probabilities else "plain"
 
@@ -248,6 +266,23 @@ class Rollouts(ChatLoader):
         own, size = self.config, self.vocabulary.vocab_size
         sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
         return complete(self._made_lanes(run), tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+
+    def _served(
+        self,
+        run: "Run",
+        prompts: "Sequence[Encoded]",
+        tokens: "Sequence[Sequence[int]]",
+        keys: "Sequence[int]",
+        is_greedy: bool,
+    ) -> "list[Completion]":
+        """Let the server complete prompts, given by their tokens. Collective."""
+        from mplug_rollouts.server import Want
+
+        own = self.config
+        temperature = 0.0 if is_greedy else own.temperature
+        want = Want(own.max_tokens, temperature, self.vocabulary.vocab_size, self._ends(prompts))
+        assert self._server is not None
+        return self._server.complete(tokens, keys, want)
 
     def _made_lanes(self, run: "Run") -> "Lanes":
         """The lanes, whose caches stay from rollout to rollout."""

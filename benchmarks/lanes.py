@@ -21,10 +21,11 @@ from mplug_sampling.token_steps import Replays, replays_for
 from mplug_testing.harness import tiny_config
 
 SHAPES = {
+    "tiny": {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 2048},
     "small": {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 8192},
     "1b": {"num_layers": 28, "hidden_size": 2048, "num_attention_heads": 16, "num_kv_heads": 8, "vocab_size": 32000},
 }
-WIDTHS = {"small": 1408, "1b": 6144}
+WIDTHS = {"tiny": 704, "small": 1408, "1b": 6144}
 Texts = list[list[int]]
 
 
@@ -85,7 +86,7 @@ def main() -> None:
     asked = parser.parse_args()
     drawn = random.Random(1)
     lengths = [min(256, max(1, int(drawn.lognormvariate(3.2, 1.0)))) for _ in range(asked.texts)]
-    prompts = [[drawn.randrange(1, 8000) for _ in range(16)] for _ in lengths]
+    prompts = [[drawn.randrange(1, 2000) for _ in range(16)] for _ in lengths]
     run, sampler = built(asked)
     replays = replays_for(run, sampler)[0]
     print(

@@ -14,6 +14,7 @@ from mplug import RunError
 from mplug.training.assembly import build
 from mplug_sampling import Lanes
 from mplug_testing.harness import in_fp64, tiny_run
+from mplug_testing.parity import require_parity
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
@@ -41,15 +42,18 @@ TINY: dict[str, Any] = {
 
 
 @contextmanager
-def serving(model: Any, settings: dict[str, Any], loads_from: Path, load: Any) -> Iterator[str]:
-    """The address of a server with the weights of a model."""
-    _, sampler = built(settings)
+def serving(loads_from: Path, load: Any = None, key: str | None = None) -> Iterator[str]:
+    """The address of a server with the first weights of the run."""
+    run = tiny_run(in_fp64(TINY))
+    model = build(run).model
+    fields = run.config.model.model_dump()
+    _, sampler = built({f"model.{name}": value for name, value in fields.items() if name != "name"})
     for name, parameter in sampler.model.parameters().items():
         parameter.data.copy_(model.parameters()[name].data)
     tokenizer, limits = ByteTokenizer(), Limits(48, 4, 99, 40, 9999, 60, 5)
     engine = Engine(Lanes(sampler, 4, 48, cache_tokens=96, page_size=4), 99, lambda commands: commands, load)
     served = Served("tiny", tokenizer, tokenizer.encode, None, frozenset([tokenizer.eod]), 257, loads_from)
-    server = uvicorn.Server(uvicorn.Config(application(served, engine, limits, "k"), port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(application(served, engine, limits, key), port=0, log_level="error"))
     threads = [threading.Thread(target=one, daemon=True) for one in (server.run, engine.run)]
     for thread in threads:
         thread.start()
@@ -64,13 +68,9 @@ def serving(model: Any, settings: dict[str, Any], loads_from: Path, load: Any) -
 
 def test_a_server_completes_the_prompts_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step's completions are of the trainer's weights; those of the second are a step late."""
-    first = tiny_run(in_fp64(TINY))
-    model = build(first).model
-    shape = {name: value for name, value in TINY.items() if name.startswith("model.")}
-    shape |= {f"model.{name}": value for name, value in first.config.model.model_dump().items() if name != "name"}
     loaded: list[str] = []
     monkeypatch.setenv("SERVER_KEY", "k")
-    with serving(model, shape, tmp_path, loaded.append) as address:
+    with serving(tmp_path, loaded.append, "k") as address:
         served = {"data.completions": "served", "data.server.addresses": [address]}
         run = tiny_run(in_fp64({**TINY, **served, "data.server.key_variable": "SERVER_KEY"}))
         parts, found = build(run), []
@@ -87,9 +87,17 @@ def test_a_server_completes_the_prompts_of_a_run(tmp_path: Path, monkeypatch: py
         assert found[1] > 1e-4
         folder = tmp_path / "step_00000002"
         folder.mkdir()
-        monkeypatch.setenv("A_KEY", "k")
-        client = Client(ServerConfig(addresses=[address], key_variable="A_KEY"))
+        client = Client(ServerConfig(addresses=[address], key_variable="SERVER_KEY"))
         client.load(folder)
         assert loaded == [str(folder.resolve())]
         with pytest.raises(RunError, match="from which this server loads weights"):
             client.load(tmp_path.parent)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "cp2", "fsdp2", "zero2"])
+def test_a_layout_computes_what_one_process_does_with_the_completions_of_a_server(layout: str, tmp_path: Path) -> None:
+    with serving(tmp_path) as address:
+        served = {"data.completions": "served", "data.server.addresses": [address], "trainer.eval_samples": 2}
+        loss = {"objectives.grpo.loss": "cispo", "objectives.grpo.epsilon_high": 5.0}
+        require_parity({**TINY, **served, **loss, "optimizer.lr": 0.02}, layout)

@@ -93,14 +93,22 @@ class Exports:
             self._begin()
 
     def finished(self) -> tuple[int, Path] | None:
-        """(step, folder) of an export that has become complete; RunError if it has failed."""
+        """(step, folder) of an export that has become complete; RunError if that of the newest checkpoint has failed.
+
+        A run that keeps few checkpoints (`checkpoint.keep`) may remove one before it is read.
+        """
         if self._process is None or self._process.poll() is None:
             return None
         _, errors = self._process.communicate()
         status, step, self._process = self._process.returncode, self._step, None
         if status:
             last = (errors.strip().splitlines() or ["no message"])[-1]
-            raise RunError(f"the export of step {step} for the server of data.server failed: {last}")
+            message = f"the export of step {step} for the server of data.server failed: {last}"
+            if self._next == step:
+                raise RunError(message)
+            log.warning("%s; that of step %d follows", message, self._next)
+            self._begin()
+            return None
         for older in (self.directory / FOLDER).glob("step_*"):
             if step_of(older) < step:
                 rmtree(older, ignore_errors=True)

@@ -99,9 +99,7 @@ def test_a_bad_answer_is_one_sentence(answer: Any, sentence: str, served: Any) -
 
 def test_a_server_that_is_not_there_and_a_key_that_is_not_set_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
-    with pytest.raises(
-        RunError, match=r"http://127\.0\.0\.1:1 of data\.server.* gave no answer in 1 attempts"
-    ):
+    with pytest.raises(RunError, match=r"http://127\.0\.0\.1:1 of data\.server.* gave no answer in 1 attempts"):
         Client(ServerConfig(addresses=["http://127.0.0.1:1"], retries=0)).complete([[1]], [0], WANT)
     with pytest.raises(UsageError, match="the variable 'A_KEY', which is not set"):
         Client(ServerConfig(addresses=["http://127.0.0.1:1"], key_variable="A_KEY"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sampled import built
 
-from mplug import RunError
+from mplug import RunError, UsageError
 from mplug.training.assembly import build
 from mplug_sampling import Lanes
 from mplug_testing.harness import in_fp64, tiny_run
@@ -92,6 +92,12 @@ def test_a_server_completes_the_prompts_of_a_run(tmp_path: Path, monkeypatch: py
         assert loaded == [str(folder.resolve())]
         with pytest.raises(RunError, match="from which this server loads weights"):
             client.load(tmp_path.parent)
+
+
+def test_a_model_without_a_published_form_is_refused_before_launch() -> None:
+    server = {"data.server.addresses": ["http://127.0.0.1:1"], "data.server.weights": "checkpoints"}
+    with pytest.raises(UsageError, match=r"weights=checkpoints exports .* refuses this run: .* no published form"):
+        tiny_run({**TINY, "data.completions": "served", **server})
 
 
 @pytest.mark.wide("layouts")

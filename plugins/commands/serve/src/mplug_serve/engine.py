@@ -30,13 +30,13 @@ BUSY, LATE = (
 
 
 class Begin(NamedTuple):
-    """Compute a prompt in a lane; its last `index` tokens are those of an answer that was put back."""
+    """Compute a prompt in a lane; its last `num_taken` tokens are those of an answer that was put back."""
 
     lane: int
     prompt: tuple[int, ...]
     key: int
     sampling: "Sampling"
-    index: int
+    num_taken: int
 
 
 class End(NamedTuple):
@@ -148,7 +148,8 @@ class Engine:
         with self._changed:
             if self._is_stopped or self.failure is not None:
                 raise Refused(503, "the server is stopping")
-            self._loads.append((folder, found := Future()))
+            found: Future[None] = Future()
+            self._loads.append((folder, found))
             self._changed.notify()
         return found
 

@@ -56,6 +56,10 @@ class Rollouts(ChatLoader):
                 f"data.cache_tokens={own.cache_tokens} has no room for one prompt with its completion; set it to "
                 f"{longest} or more (trainer.seq_length / data.per_sample, and one)"
             )
+        if own.completions == "served" and own.server.weights == "checkpoints":
+            from mplug_rollouts.served import refuse_unpublished
+
+            refuse_unpublished(config, own.server.format)
         assert self.template
         assert self.tokenizer
 

@@ -9,16 +9,30 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from mplug import RunError, UsageError
+from mplug_pretrained import format_named
 from mplug_rollouts.server import Client, Want
 from mplug_saving.names import step_of
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Run, RunConfig
     from mplug_rollouts.config import ServerConfig
     from mplug_sampling import Completion
 
 FOLDER = "served"
 log = logging.getLogger("mplug.rollouts")
+
+
+def refuse_unpublished(config: "RunConfig", form: str) -> None:
+    """Raise UsageError if a format has no form for the model of a run, so that no server could load its exports."""
+    try:
+        found, reason = format_named(form).ask("form_of", config), "it writes no models of this family"
+    except UsageError as error:
+        found, reason = None, str(error)
+    if found is None:
+        raise UsageError(
+            f"data.server.weights=checkpoints exports checkpoints by '{form}', which refuses this run: {reason}; "
+            f"choose another data.server.format, or set data.server.weights=stale"
+        )
 
 
 class ServedSampler:

@@ -162,6 +162,7 @@ class Lanes:
     @torch.no_grad()
     def allocate(self) -> int:
         """Allocate the caches before the first text, by a prompt of one token; returns their bytes on this rank."""
+        self.model.weights_settled()
         self.begin(0, [0], 0, Sampling(0.0))
         self.release()
         return sum(cache.num_bytes for cache in (*self._caches, *self._first_caches))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mplug_bytes import ByteTokenizer
 from sampled import CONTEXT, FAMILIES, built, texts
 
+from mplug import UsageError
 from mplug_sampling import Lanes, Ranks, Sampling, Text, complete, sample_key
 from mplug_testing import run_workers
 
@@ -442,6 +443,27 @@ def test_tokens_have_the_log_probabilities_of_the_model() -> None:
             assert sentence in found["error"]["message"]
         status, found = client.ask("/v1/completions", {**asked, "prompt": [999]})
         assert (status, "the vocabulary has 256 tokens" in found["error"]["message"]) == (400, True)
+
+
+def test_weights_are_loaded_when_the_texts_that_run_have_ended(tmp_path: Path) -> None:
+    with serving() as (client, engine), ThreadPoolExecutor(4) as clients:
+        assert client.ask("/update_weights_from_disk", {"model_path": str(tmp_path)})[0] == 400
+        running: list[int] = []
+
+        def load(folder: str) -> None:
+            running.append(engine.load["running"])
+            if folder == "other":
+                raise UsageError("it is another model")
+
+        engine.load_weights = load
+        asked = [clients.submit(client.completion, "ab", max_tokens=30) for _ in range(4)]
+        while not engine.load["running"]:
+            time.sleep(0.001)
+        engine.load_folder("some").result(20)
+        with pytest.raises(Refused, match="it is another model"):
+            engine.load_folder("other").result(20)
+        assert running == [0, 0]
+        assert {one.result() for one in asked} == {client.completion("ab", max_tokens=30)}
 
 
 def test_a_failure_of_the_model_ends_all_answers_and_is_reported() -> None:

@@ -97,9 +97,11 @@ def _load(run: "Run", sampler: "Sampler", folder: str) -> None:
 
 def _line_of_caches(limits: Limits, cache_tokens: int | None, num_bytes: int, world_size: int) -> str:
     """The memory of the caches, for the user."""
+    from mplug.commands import human_bytes
+
     shared = "" if cache_tokens is None else f", which share {cache_tokens:,} tokens in pages"
     ranks = " on each rank" if world_size > 1 else ""
-    return f"caches of {limits.lanes} texts of {limits.context:,} tokens{shared}: {num_bytes / 2**30:.3g} GiB{ranks}"
+    return f"caches of {limits.lanes} texts of {limits.context:,} tokens{shared}: {human_bytes(num_bytes)}{ranks}"
 
 
 def _exchange(run: "Run") -> "Exchange":

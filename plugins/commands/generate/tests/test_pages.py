@@ -25,7 +25,7 @@ ENDS = frozenset(range(0, 512, 9))
 """One token of nine ends a text, so lengths have a long tail."""
 EXPERTS = ("mixtral", "gpt-oss", "deepseek")
 """The products of an expert have as many rows as texts choose it, so rounding depends on the texts of other lanes."""
-QUICK = ("gemma", "deepseek")
+QUICK = ("gemma",)
 SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.wide("families")) for name in FAMILIES]
 
 
@@ -58,7 +58,7 @@ def test_pages_give_the_bits_of_rows_for_each_lane(family: str) -> None:
     assert lanes.num_put_back == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.wide("families"))])
 def test_texts_that_are_put_back_have_the_same_tokens(temperature: float) -> None:
     _, sampler = built(FAMILIES["llama"])
     lanes = lanes_of(sampler, cache_tokens=CONTEXT, page_size=PAGE)
@@ -104,7 +104,10 @@ def test_ranks_that_divide_the_heads_share_the_table() -> None:
     assert scarce[1] > 0
 
 
-@pytest.mark.parametrize("pages", [{}, {"cache_tokens": 5 * CONTEXT, "page_size": PAGE}])
+@pytest.mark.parametrize(
+    "pages",
+    [{"cache_tokens": 5 * CONTEXT, "page_size": PAGE}, pytest.param({}, marks=pytest.mark.wide("families"))],
+)
 def test_weights_that_have_changed_compute_all_prompts_again(pages: dict[str, int]) -> None:
     """Also what a latent attention keeps of its weights."""
     _, sampler = built(FAMILIES["deepseek"])

@@ -3,7 +3,7 @@
 A step of training is the whole step. A command may also record a forward pass (`forward_obstacles`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
@@ -53,9 +53,12 @@ def step_obstacles(run: Run, model: Model) -> list[str]:
     return [*steppers, *of_plugins, *_of_streams(model), *_of_draws(run, model), *_of_modules(run, model)]
 
 
-def forward_obstacles(run: Run, model: Model) -> list[str]:
-    """The reasons, as clauses, why no graph can replay the parts of a forward pass; empty if one can."""
-    return [*_of_plugins(run, model, IN_FORWARD), *_of_modules(run, model)]
+def forward_obstacles(run: Run, model: Model, beside: Collection[str] = ()) -> list[str]:
+    """The reasons, as clauses, why no graph can replay the parts of a forward pass; empty if one can.
+
+    Plugins of the kinds `beside` have no part in the pass, though they have one in a step of training.
+    """
+    return [*_of_plugins(run, model, IN_FORWARD, beside), *_of_modules(run, model)]
 
 
 def _of_streams(model: Model) -> list[str]:
@@ -63,14 +66,14 @@ def _of_streams(model: Model) -> list[str]:
     return [f"the number of {axis} differs from micro batch to micro batch" for axis in model.plan.streams]
 
 
-def _of_plugins(run: Run, model: Model, hooks: Iterable[str]) -> Iterator[str]:
+def _of_plugins(run: Run, model: Model, hooks: Iterable[str], beside: Collection[str] = ()) -> Iterator[str]:
     answers = dict(run.hooks.each(HOOK, run=run, model=model))
     groups = [group.optimizer for group in run.config.groups if group.optimizer] if "build_optimizer" in hooks else []
     for one in groups:
         answer = getattr(one.plugin, HOOK, None)
         answers[one.label] = one.call(HOOK, run=run, model=model) if callable(answer) else answer
     for label in dict.fromkeys((*_in_a_step(run, model, hooks), *(one.label for one in groups))):
-        answer = answers.get(label)
+        answer = True if label.partition("/")[0] in beside else answers.get(label)
         if answer is None:
             yield f"{label} does not state that its part of a step can be replayed (the hook '{HOOK}')"
         elif answer is not True:

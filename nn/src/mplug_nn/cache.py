@@ -59,6 +59,11 @@ class Cache:
         """Rows in the buffers."""
         self._buffers: list[Tensor] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the rows and constants that are allocated so far."""
+        return sum(x.nbytes for x in (*self._buffers, *self.constants))
+
     def rewind(self, positions: int) -> None:
         """Forget the last positions; the next call brings them again."""
         if positions > self.size.again:

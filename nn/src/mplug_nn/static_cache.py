@@ -71,6 +71,8 @@ class StaticCache(Cache):
     def __init__(self, size: CacheSize, reach: int | None, clock: Clock) -> None:
         super().__init__(size, reach)
         self.clock = clock
+        self._received: tuple[Tensor, ...] = ()
+        """The constants of another cache that this one has."""
 
     @property
     def rows(self) -> int:
@@ -114,7 +116,17 @@ class StaticCache(Cache):
             self._buffers = [x.new_zeros(num_samples, *x.shape[1:]) for x in other._buffers]
         for buffer, x in zip(self._buffers, other._buffers, strict=True):
             buffer[sample].copy_(x[0])
-        self.constants = self.constants or other.constants
+        self.take_constants(other)
+
+    def take_constants(self, other: Cache) -> None:
+        """Have the constants of another cache; tensors of this cache keep their addresses."""
+        if self._received is other.constants:
+            return
+        self._received = other.constants
+        if not self.constants:
+            self.constants = tuple(x.clone() for x in other.constants)
+        for own, x in zip(self.constants, other.constants, strict=True):
+            own.copy_(x)
 
     def _take_prompts(self, rows: tuple[Tensor, ...]) -> None:
         """Write the last T positions of each prompt to their rows."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mplug_sampling.decoding import Ranks as Ranks
     from mplug_sampling.decoding import refuse_undivided as refuse_undivided
     from mplug_sampling.decoding import sample as sample
+    from mplug_sampling.filling import LaneText as LaneText
+    from mplug_sampling.filling import fill_lanes as fill_lanes
     from mplug_sampling.rollouts import Completion as Completion
     from mplug_sampling.rollouts import TrainedSampler as TrainedSampler
     from mplug_sampling.rollouts import complete as complete

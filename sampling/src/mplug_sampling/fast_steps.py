@@ -10,6 +10,9 @@ from mplug_compile import compiled_units, compiler_of
 from mplug_graphs import forward_obstacles
 from mplug_sampling.sampler import Sampler, owners_of_axes
 
+OF_TRAINING = ("data", "objectives")
+"""Kinds of plugins that take part in a step of training, and in none of sampling."""
+
 
 def obstacles(run: Run, sampler: Sampler) -> list[str]:
     """The reasons, as clauses, why no CUDA graph can replay the step of a token; empty if one can."""
@@ -17,7 +20,7 @@ def obstacles(run: Run, sampler: Sampler) -> list[str]:
         return ["the run is on the CPU"]
     if sampler.eager_because:
         return [*_of_exchanges(run), sampler.eager_because]
-    return [*_of_exchanges(run), *forward_obstacles(run, sampler.model)]
+    return [*_of_exchanges(run), *forward_obstacles(run, sampler.model, OF_TRAINING if run.trains else ())]
 
 
 def _of_exchanges(run: Run) -> Iterator[str]:

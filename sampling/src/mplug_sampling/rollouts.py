@@ -1,6 +1,5 @@
 """Sampling between the steps of a run that trains: by the weights themselves, which are not copied."""
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,6 +7,7 @@ from functools import partial
 from mplug import Model, Run, UsageError
 from mplug.commands import Instead, Selection
 from mplug_sampling.continuous import Lanes
+from mplug_sampling.filling import LaneText, LogProbability, fill_lanes
 from mplug_sampling.sampler import Sampler, owners_of_axes
 from mplug_sampling.sampling import Sampling
 
@@ -64,14 +64,13 @@ class Completion:
 
 def complete(
     lanes: Lanes,
-    num_lanes: int,
     prompts: Sequence[Sequence[int]],
     keys: Sequence[int],
     num_tokens: int,
     sampling: Sampling,
     ends: Collection[int],
 ) -> list[Completion]:
-    """The completions of prompts, of up to `num_tokens` tokens each. A free lane takes the next prompt at once.
+    """The completions of prompts, of up to `num_tokens` tokens each, by the present weights.
 
     `keys` are those of the completions' random numbers. All ranks of a layout make the same calls. The model's mode
     (training or evaluation) is the same afterwards.
@@ -82,32 +81,16 @@ def complete(
     lanes.model.weights_settled()
     lanes.forget_prompt()
     found = [Completion() for _ in prompts]
-    waiting, free, running = deque(range(len(prompts))), deque(range(num_lanes)), dict[int, int]()
 
-    def take(lane: int, token: int, log_probability: float) -> None:
-        text = found[running[lane]]
+    def take(number: int, token: int, log_probability: LogProbability) -> bool:
+        text = found[number]
         text.tokens.append(token)
-        text.log_probabilities.append(log_probability)
+        text.log_probabilities.append(log_probability())
         text.truncated = token not in ends and len(text.tokens) >= num_tokens
-        if token in ends or text.truncated:
-            lanes.end(lane)
-            del running[lane]
-            free.append(lane)
+        return token in ends or text.truncated
 
     try:
-        while waiting or running:
-            while waiting and free:
-                lane, number = free.popleft(), waiting.popleft()
-                running[lane] = number
-                token = lanes.begin(lane, prompts[number], keys[number], sampling)
-                take(lane, token, float(lanes.log_probabilities()))
-            if running:
-                tokens = lanes.step()
-                scores = lanes.log_probabilities().tolist()
-                for lane in list(running):
-                    take(lane, tokens[lane], scores[lane])
+        fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take)
     finally:
-        for one in lanes.modules:
-            one.cache = None
         module.train(was_training)
     return found

@@ -30,6 +30,11 @@ class StateCache:
         self.state: Tensor | None = None
         """[B, ...]: the state after the first `length - size.again` positions; None before the first call."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the state."""
+        return 0 if self.state is None else self.state.nbytes
+
     def rewind(self, positions: int) -> None:
         """Forget the last positions; the next call brings them again."""
         if positions != (self.size.again if self.length else 0):

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from mplug_bytes import ByteTokenizer
 from sampled import CONTEXT, FAMILIES, built, texts
 
-from mplug_sampling import Lanes, Ranks, Sampling, Text, sample_key
+from mplug import UsageError
+from mplug_sampling import Lanes, Ranks, Sampling, Text, complete, sample_key
 from mplug_testing import run_workers
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -103,7 +104,7 @@ def serving(
     limits: Limits = LIMITS, key: str | None = None, tokenizer: Any = None, started: bool = True
 ) -> Iterator[tuple[Client, Engine]]:
     _, sampler = built(GPT)
-    engine = Engine(Lanes(sampler, limits.lanes, limits.context), limits.lanes, limits.queue, lambda commands: commands)
+    engine = Engine(Lanes(sampler, limits.lanes, limits.context), limits.queue, lambda commands: commands)
     tokenizer = tokenizer or ByteTokenizer()
     served = Served("tiny", tokenizer, tokenizer.encode, getattr(tokenizer, "encode_chat", None), frozenset(), 256)
     app = application(served, engine, limits, key)
@@ -321,7 +322,7 @@ def stoppable(seconds: float, grace: float, monkeypatch: pytest.MonkeyPatch) -> 
     """The server of the command, in a thread, which receives no signals."""
     monkeypatch.setattr(Server, "capture_signals", lambda _: nullcontext())
     _, sampler = built(GPT)
-    engine = Engine(Lanes(sampler, 3, CONTEXT), 3, 20, lambda commands: commands)
+    engine = Engine(Lanes(sampler, 3, CONTEXT), 20, lambda commands: commands)
     tokenizer = ByteTokenizer()
     app = application(Served("tiny", tokenizer, tokenizer.encode, None, frozenset(), 256), engine, LIMITS, None)
     server, listening = Server(app, seconds, grace, engine.stop), socket.create_server(("127.0.0.1", 0))
@@ -382,8 +383,9 @@ def test_a_connection_without_a_request_is_closed_and_one_with_requests_is_not(m
 
 
 def of_rank(settings: dict[str, Any]) -> list[str]:
+    """Four texts in two lanes, whose pages have no room for two whole texts."""
     run, sampler = built(settings)
-    lanes = Lanes(sampler, 2, CONTEXT, Ranks(run, sampler))
+    lanes = Lanes(sampler, 2, 20, Ranks(run, sampler), cache_tokens=20, page_size=4)
 
     def exchange(commands: Any) -> Any:
         values = [list(commands)]
@@ -393,7 +395,7 @@ def of_rank(settings: dict[str, Any]) -> list[str]:
     if run.rank:
         follow(lanes, exchange)
         return []
-    engine = Engine(lanes, 2, 20, exchange)
+    engine = Engine(lanes, 20, exchange)
     thread = threading.Thread(target=engine.run)
     tokenizer, found = ByteTokenizer(), ["", "", "", ""]
 
@@ -415,12 +417,55 @@ def of_rank(settings: dict[str, Any]) -> list[str]:
         time.sleep(0.01)
     engine.stop()
     thread.join()
+    assert engine.load["put_back"] > 0
     return found
 
 
 def test_ranks_of_tensor_parallelism_compute_what_the_first_one_commands() -> None:
     settings = {**GPT, "parallel.layout": "tp2", "parallel.tp.sequence_parallel": False}
     assert run_workers(2, of_rank, settings)[0] == [sampled("ab")] * 4
+
+
+def test_tokens_have_the_log_probabilities_of_the_model() -> None:
+    """The prompt is a text or its tokens; the numbers come back, with the token that ends the text."""
+    prompt, whole = ByteTokenizer().encode("ab"), {"temperature": 0.7, "seed": 3, "max_tokens": 9}
+    with serving() as (client, _):
+        asked = {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **whole}
+        (choice,) = client.ask("/v1/completions", asked)[1]["choices"]
+        assert client.ask("/v1/completions", {"prompt": "ab", **whole})[1]["choices"][0]["text"] == choice["text"]
+        _, sampler = built(GPT)
+        sampling = Sampling(0.7, vocab_size=256)
+        (text,) = complete(Lanes(sampler, 3, CONTEXT), [prompt], [sample_key(3)], 9, sampling, ())
+        assert choice["token_ids"] == text.tokens
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(text.log_probabilities, rel=1e-9)
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == 9
+        for wrong, sentence in (({"logprobs": 2}, "'logprobs'"), ({"stream": True}, "leave out 'stream'")):
+            status, found = client.ask("/v1/completions", {**asked, **wrong})
+            assert status == 400
+            assert sentence in found["error"]["message"]
+        status, found = client.ask("/v1/completions", {**asked, "prompt": [999]})
+        assert (status, "the vocabulary has 256 tokens" in found["error"]["message"]) == (400, True)
+
+
+def test_weights_are_loaded_when_the_texts_that_run_have_ended(tmp_path: Path) -> None:
+    with serving() as (client, engine), ThreadPoolExecutor(4) as clients:
+        assert client.ask("/update_weights_from_disk", {"model_path": str(tmp_path)})[0] == 400
+        running: list[int] = []
+
+        def load(folder: str) -> None:
+            running.append(engine.load["running"])
+            if folder == "other":
+                raise UsageError("it is another model")
+
+        engine.load_weights = load
+        asked = [clients.submit(client.completion, "ab", max_tokens=30) for _ in range(4)]
+        while not engine.load["running"]:
+            time.sleep(0.001)
+        engine.load_folder("some").result(20)
+        with pytest.raises(Refused, match="it is another model"):
+            engine.load_folder("other").result(20)
+        assert running == [0, 0]
+        assert {one.result() for one in asked} == {client.completion("ab", max_tokens=30)}
 
 
 def test_a_failure_of_the_model_ends_all_answers_and_is_reported() -> None:

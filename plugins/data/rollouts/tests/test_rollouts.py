@@ -1,6 +1,7 @@
 """Completions that the model samples between steps: as the trainer computes them, under layouts, after a resume."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mplug.commands import Filled
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import Parts, build
+from mplug_sampling.fast_steps import obstacles
 from mplug_testing import DataSuite
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.parity import require_parity
@@ -87,6 +89,29 @@ def test_the_trainer_gives_tokens_the_log_probabilities_with_which_they_were_sam
         assert 0 <= own["reward"] <= 1
         assert 0 < own["completions/mean_length"] <= 7
         assert own["reward_std"] > 0
+
+
+def test_completions_that_share_pages_are_those_of_lanes_with_rows_of_their_own() -> None:
+    """Also where pages run out; a run says how often."""
+    found = []
+    for pages in ({}, {"data.cache_tokens": 32}):
+        run = tiny_run(in_fp64({**TINY, **pages}))
+        parts = build(run)
+        run.step = 1
+        found.append(list(parts.train_loader.loader.take(4)))
+        figures = [one for _, one in run.hooks.each("step_figures", run=run, record={"step": 1}) if "reward" in one]
+        assert ("rollout_put_back" in figures[0]) == bool(pages)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+        assert torch.allclose(one[SAMPLED], other[SAMPLED], rtol=1e-11, atol=0)
+    assert figures[0]["rollout_put_back"] > 0
+
+
+def test_graphs_replay_the_steps_of_tokens_whatever_the_objective_runs_beside_them() -> None:
+    """A reference model takes part in the steps of training, and not in sampling."""
+    run = tiny_run({**TINY, "data.graphs": True, "objectives.grpo.beta": 0.1, "adapters.lora.rank": 3})
+    build_model(run)
+    assert obstacles(replace(run, device="cuda"), run.hooks.plugins["data/rollouts"]._sampler) == []
 
 
 @pytest.mark.wide("data")

@@ -333,7 +333,7 @@ def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path:
 
 @pytest.mark.wide("families")
 def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_path: Path, cli_here: Cli) -> None:
-    """From a file, in batches, under tp2, and each alone."""
+    """From a file, in a batch, in lanes with and without pages, under tp2, and each alone."""
     with_tokenizer(shutil.copytree(models["gpt2"][0], tmp_path / "folder"))
     (tmp_path / "some.txt").write_text("Why?\nWhat is 2 + 3?\nWhy?\n")
     words = ("generate", "--pretrained", "folder", "--tokens", "12", "--seed", "3", "--temperature", "2")
@@ -348,6 +348,10 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
     result = cli_here(*words, *files, "divided.jsonl", "--batch-size", "2", "--parallel", "tp2")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "divided.jsonl").read_text() == (tmp_path / "all.jsonl").read_text()
+    for more in (("--batch-size", "1"), ("--batch-size", "2", "--cache-tokens", "32")):
+        result = cli_here(*words, *files, "lanes.jsonl", *more)
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / "lanes.jsonl").read_text() == (tmp_path / "all.jsonl").read_text()
     stop = lines[1]["completion"][5:7]
     printed = cli_here(*words, "--prompts", "some.txt", "--stop", stop).stdout.splitlines()
     shorter = json.loads(printed[1])
@@ -359,6 +363,7 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
     [
         (("--prompts", "some.txt", "--prompt", "a"), "--prompt is one prompt, and --prompts a file of them"),
         (("--output", "o"), "--output is the file for the texts of --prompts"),
+        (("--cache-tokens", "9"), "--cache-tokens is room that the texts of --prompts share"),
         (("--prompts", "some.txt", "--output", "some.txt"), "both name 'some.txt'"),
         (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
         (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),

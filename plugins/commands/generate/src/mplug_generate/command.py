@@ -53,6 +53,13 @@ if TYPE_CHECKING:
     help="With --prompts: file for the texts, as JSON lines in the order of the prompts; default: standard output.",
 )
 @click.option(
+    "--cache-tokens",
+    type=click.IntRange(1, 2**40),
+    metavar="N",
+    help="With --prompts: let texts share pages of a cache with room for N tokens; default: room for the longest text "
+    "in each of --batch-size lanes.",
+)
+@click.option(
     "--batch-size",
     default=8,
     show_default=True,
@@ -147,6 +154,7 @@ class Asked(ModelOptions):
     prompts: Path | None
     output: Path | None
     batch_size: int
+    cache_tokens: int | None
     tokens: int
     temperature: float
     top_k: int
@@ -172,6 +180,10 @@ class Asked(ModelOptions):
             raise UsageError("--video and --fps belong together; add the missing one, or remove the other one")
         if self.prompts is None and self.output is not None:
             raise UsageError("--output is the file for the texts of --prompts; add --prompts, or redirect the output")
+        if self.prompts is None and self.cache_tokens is not None:
+            raise UsageError(
+                "--cache-tokens is the room that the texts of --prompts share; add --prompts, or remove it"
+            )
         if self.prompts is not None and self.output is not None and _is_same(self.prompts, self.output):
             raise UsageError(f"--prompts and --output both name '{self.output}'; write to another file")
         if "" in self.stops:
@@ -222,6 +234,7 @@ class Asked(ModelOptions):
             ends=frozenset(),
             stops=self.stops,
             batch_size=self.batch_size,
+            cache_tokens=self.cache_tokens,
             graphs=self.graphs == "auto",
             echo=self.prompts is None and not self.chat,
             lines=self.prompts is not None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug import RunError, counted
+from mplug import RunError, UsageError, counted
 from mplug.commands import listed
 from mplug_generate.pictures import Encode, Encoded, prepared
 from mplug_generate.prompts import Prompt, occurrences, output_line
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from mplug_sampling.streams import EncoderTexts, Media
     from mplug_sampling.token_steps import Replays
     from mplug_streams import Medium
+
+MOST = 1024
+"""With more tokens than these, a cache with room for all of them is often much too large."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Wanted:
     ends: frozenset[int]
     stops: tuple[str, ...]
     batch_size: int
+    cache_tokens: int | None
     graphs: bool
     echo: bool
     lines: bool
@@ -132,7 +136,6 @@ def tokenizer_of(run: "Run", published: Path | None) -> Any:
 
 
 def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "Replays") -> None:
-    from mplug_sampling.decoding import sample
     from mplug_sampling.sampling import sample_key
 
     wanted, sampling = job.wanted, job.wanted.sampling
@@ -144,6 +147,89 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
         wanted = _answered(wanted, tokenizer, published=published)
     prompts = [(one.tokens, prompt.media) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
     keys = [sample_key(sampling.seed, number) for number in occurrences(prompts)]
+    reason = _reason_against_lanes(sampler, wanted, ranks)
+    if reason and wanted.cache_tokens is not None:
+        raise UsageError(f"--cache-tokens is for texts that begin at any step, and {reason}; remove it")
+    if reason or not wanted.lines:
+        _in_batches(run, sampler, wanted, tokenizer, encode, keys, ranks, replays)
+    else:
+        _in_lanes(run, sampler, wanted, tokenizer, keys, ranks, replays)
+    if run.rank == 0 and wanted.output is not None:
+        click.echo(f"wrote {counted(len(wanted.prompts), 'text')} to '{wanted.output}'")
+
+
+def _reason_against_lanes(sampler: "Sampler", wanted: Wanted, ranks: "Alone") -> str:
+    """Why texts begin and end in batches, as a clause; empty if each begins when another one has ended."""
+    if sampler.eager_because:
+        return sampler.eager_because
+    if ranks.shards > 1:
+        return "the layout divides the prompts of a batch"
+    if wanted.have_media or sampler.model.plan.answering is not None:
+        return "prompts have pictures, or an encoder reads them"
+    longest = max(len(one.tokens) for one in wanted.encoded)
+    if longest + wanted.num_tokens > wanted.context:
+        return (
+            f"a prompt of {longest} tokens and --tokens {wanted.num_tokens} are longer than the context of "
+            f"{wanted.context} tokens"
+        )
+    if wanted.cache_tokens is None and wanted.num_tokens > MOST:
+        return f"a cache for --tokens {wanted.num_tokens} begins smaller, and grows"
+    if wanted.cache_tokens is None and len(wanted.prompts) <= wanted.batch_size:
+        return "all prompts are one batch"
+    return ""
+
+
+def _in_lanes(
+    run: "Run",
+    sampler: "Sampler",
+    wanted: Wanted,
+    tokenizer: Any,
+    keys: Sequence[int],
+    ranks: "Alone",
+    replays: "Replays",
+) -> None:
+    """Sample `batch_size` texts at a time; a text that ends makes room for the next. Write them in order."""
+    from mplug_sampling import Lanes, LaneText, fill_lanes
+
+    prompts = [one.tokens for one in wanted.encoded]
+    texts = [Text(tokenizer, one.text, wanted.ends, wanted.stops) for one in wanted.encoded]
+    has_ended, written = [False] * len(texts), 0
+
+    def take(number: int, token: int, _: Callable[[], float]) -> bool:
+        nonlocal written
+        lane_text, text = lane_texts[number], texts[number]
+        if not (text.take(token) or len(lane_text.taken) >= wanted.num_tokens):
+            return False
+        text.finish()
+        has_ended[number], first = True, written
+        while written < len(texts) and has_ended[written]:
+            written += 1
+        if run.rank == 0 and written > first:
+            of_texts = zip(wanted.prompts[first:written], texts[first:written], strict=True)
+            _write(wanted.output, [output_line(*one) for one in of_texts], is_first=first == 0)
+        return True
+
+    longest = max(map(len, prompts)) + wanted.num_tokens
+    num_lanes = min(wanted.batch_size, len(prompts))
+    lanes = Lanes(sampler, num_lanes, longest, ranks, replays, wanted.cache_tokens)
+    lane_texts = [LaneText(prompt, key, wanted.sampling) for prompt, key in zip(prompts, keys, strict=True)]
+    fill_lanes(lanes, lane_texts, take)
+
+
+def _in_batches(
+    run: "Run",
+    sampler: "Sampler",
+    wanted: Wanted,
+    tokenizer: Any,
+    encode: Encode,
+    keys: Sequence[int],
+    ranks: "Alone",
+    replays: "Replays",
+) -> None:
+    """Sample batch by batch; a batch ends with its longest text. A text that is printed is printed as it grows."""
+    from mplug_sampling.decoding import sample
+
+    sampling, answering = wanted.sampling, sampler.model.plan.answering
     for batch in wanted.batches():
         encoded = wanted.encoded[batch]
         texts = [Text(tokenizer, one.text, wanted.ends, wanted.stops) for one in encoded]
@@ -167,8 +253,6 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
         if run.rank == 0 and wanted.lines:
             lines = [output_line(*one) for one in zip(wanted.prompts[batch], texts, strict=True)]
             _write(wanted.output, lines, is_first=batch.start == 0)
-    if run.rank == 0 and wanted.output is not None:
-        click.echo(f"wrote {counted(len(wanted.prompts), 'text')} to '{wanted.output}'")
 
 
 def _answered(wanted: Wanted, tokenizer: Any, *, published: bool) -> Wanted:

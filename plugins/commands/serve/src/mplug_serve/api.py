@@ -8,6 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -40,6 +42,8 @@ class Served:
     encode_chat: EncodeChat | None
     ends: frozenset[int]
     vocab_size: int | None
+    loads_from: Path | None = None
+    """Requests may load weights from folders in this one; None: they may not."""
 
 
 def application(served: Served, engine: Engine, limits: Limits, key: str | None) -> Starlette:
@@ -51,6 +55,7 @@ def application(served: Served, engine: Engine, limits: Limits, key: str | None)
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.guarded(server.chats), methods=["POST"]),
+        Route("/update_weights_from_disk", server.guarded(server.load), methods=["POST"]),
     ]
 
     async def other(request: Request, error: Exception) -> Response:
@@ -115,7 +120,15 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
         asked = parsed(Completion, await self._body(request))
-        prompt = await asyncio.to_thread(self.served.encode, asked.prompt)
+        if asked.stream and (asked.logprobs is not None or asked.return_token_ids):
+            raise Refused(400, "'logprobs' and 'return_token_ids' belong to whole answers; leave out 'stream'")
+        if isinstance(asked.prompt, list):
+            prompt: Sequence[int] = asked.prompt
+            size = self.served.vocab_size or self.engine.lanes.vocab_size
+            if max(prompt) >= size:
+                raise Refused(400, f"'prompt' has the token {max(prompt)}, and the vocabulary has {size} tokens")
+        else:
+            prompt = await asyncio.to_thread(self.served.encode, asked.prompt)
         return await self._answered(request, asked, prompt, asked.max_tokens, _Completions)
 
     async def chats(self, request: Request) -> Response:
@@ -129,6 +142,20 @@ class _Server:
         except Exception as error:  # a template is a program of the model's author, and raises what it wants
             raise Refused(400, f"the chat template refuses the messages: {error}") from None
         return await self._answered(request, asked, prompt, asked.max_completion_tokens or asked.max_tokens, _Chats)
+
+    async def load(self, request: Request) -> Response:
+        """Load the weights of a folder, when the texts that run have ended. The form is that of SGLang."""
+        asked, parent = await self._body(request), self.served.loads_from
+        if parent is None:
+            raise Refused(400, "this server loads no weights on request; start it with --load-from FOLDER")
+        path = asked.get("model_path") if isinstance(asked, dict) else None
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise Refused(400, "'model_path' must be the path of a folder")
+        folder = Path(path).resolve()
+        if not folder.is_relative_to(parent.resolve()):
+            raise Refused(400, f"'{path}' is not in '{parent}', from which this server loads weights (--load-from)")
+        await asyncio.wrap_future(self.engine.load_folder(str(folder)))
+        return JSONResponse({"success": True, "message": f"the weights are those of '{path}'"})
 
     async def _body(self, request: Request) -> Any:
         """The JSON of a request; Refused if it is too long, too slow, or no JSON."""
@@ -166,10 +193,11 @@ class _Server:
         def sender(index: int) -> Callable[[Event], None]:
             return lambda event: _call_soon(loop, events.put_nowait, (index, event))
 
+        is_scored = isinstance(asked, Completion) and asked.logprobs is not None
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, 0, self.served.vocab_size)
         texts = [Text(self.served.tokenizer, prompt, self.served.ends, asked.stop) for _ in range(asked.n)]
         answers = [
-            Answer(tuple(prompt), sampling, sample_key(seed, index), most, text, sender(index), deadline)
+            Answer(tuple(prompt), sampling, sample_key(seed, index), most, text, sender(index), deadline, is_scored)
             for index, text in enumerate(texts)
         ]
         self.engine.submit(answers)
@@ -183,7 +211,11 @@ class _Server:
         async for index, event in parts:
             whole[index] += event.text
             ended[index] = event.ended
-        return JSONResponse(made.whole(whole, ended))
+        found = made.whole(whole, ended)
+        if isinstance(asked, Completion):
+            for choice, answer in zip(found["choices"], answers, strict=True):
+                choice |= _more(asked, answer, self.served.tokenizer)
+        return JSONResponse(found)
 
     def _check(self, asked: Asked, prompt: Sequence[int], wanted: int | None) -> None:
         """Refuse what the model or the server's limits do not allow."""
@@ -225,6 +257,17 @@ class _Server:
         finally:
             if left:
                 self.engine.cancel(answers)
+
+
+def _more(asked: Completion, answer: Answer, tokenizer: Any) -> dict[str, Any]:
+    """The tokens of an answer, with the one that ends it, and their log-probabilities at the request's temperature."""
+    found: dict[str, Any] = {"token_ids": answer.taken} if asked.return_token_ids else {}
+    if asked.logprobs is not None:
+        texts = [tokenizer.decode([token]) for token in answer.taken]
+        offsets = [*accumulate(map(len, texts[:-1]), initial=0)]
+        scores = {"tokens": texts, "token_logprobs": answer.log_probabilities, "top_logprobs": None}
+        found["logprobs"] = {**scores, "text_offset": offsets}
+    return found
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], value: Any) -> None:

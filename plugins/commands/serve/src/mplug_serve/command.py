@@ -1,6 +1,7 @@
 """mplug serve."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +29,18 @@ KEY_VARIABLE = "MPLUG_SERVE_KEY"
     help=f"Clients must send this key ('Authorization: Bearer KEY'); default: the variable {KEY_VARIABLE}.",
 )
 @click.option("--lanes", default=16, show_default=True, type=click.IntRange(1, 4096), help="Texts computed together.")
+@click.option(
+    "--cache-tokens",
+    type=click.IntRange(1, 2**40),
+    metavar="N",
+    help="Let texts share pages of a cache with room for N tokens; default: room for --context tokens in each lane.",
+)
+@click.option(
+    "--load-from",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Let requests (POST /update_weights_from_disk) load new weights from folders in this one.",
+)
 @click.option(
     "--queue",
     default=64,
@@ -78,7 +91,8 @@ def command(**options: Any) -> None:
     GET / is a page to try the model in a browser. Chats need a chat template: that of the published folder, or of a
     run that was trained on conversations.
 
-    Texts begin and end at any step (continuous batching). A text is that of `mplug generate` with the same prompt,
+    Texts begin and end at any step (continuous batching). With --cache-tokens, they share the pages of one cache; the
+    newest text waits when no page is free. A text is that of `mplug generate` with the same prompt,
     sampling and seed, except for rounding. Greedy decoding is temperature 0.
 
     The server listens on the loopback address only, unless --host names another; then it needs a key. SIGTERM and
@@ -109,6 +123,8 @@ class Asked(ModelOptions):
     port: int
     key: str | None
     lanes: int
+    cache_tokens: int | None
+    load_from: Path | None
     queue: int
     context: int | None
     max_tokens: int
@@ -146,8 +162,14 @@ class Asked(ModelOptions):
                 f"--context {self.context} is longer than the {context} tokens of trainer.seq_length, with which the "
                 f"run was trained; use at most {context}"
             )
+        context = self.context or context
+        if self.cache_tokens is not None and self.cache_tokens < context:
+            raise UsageError(
+                f"--cache-tokens {self.cache_tokens} has no room for one text of {context} tokens; use at least "
+                f"{context}, or a smaller --context"
+            )
         limits = Limits(
-            context=self.context or context,
+            context=context,
             lanes=self.lanes,
             queue=self.queue,
             max_tokens=self.max_tokens,
@@ -157,4 +179,5 @@ class Asked(ModelOptions):
         )
         name = found.weights.path.name if found.directory is None else found.directory.name
         address = (self.host, self.port)
-        return Job(found.base, found.overrides, found.weights, name, limits, address, self.key, self.graphs == "auto")
+        described = found.base, found.overrides, found.weights, name, limits, address, self.key
+        return Job(*described, graphs=self.graphs == "auto", cache_tokens=self.cache_tokens, loads_from=self.load_from)

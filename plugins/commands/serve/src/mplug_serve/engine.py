@@ -7,10 +7,14 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from mplug import UsageError
+from mplug_sampling.scheduling import Schedule
 from mplug_sampling.text import Text
 from mplug_serve.requests import Refused
 
@@ -26,12 +30,13 @@ BUSY, LATE = (
 
 
 class Begin(NamedTuple):
-    """Compute a prompt in a lane."""
+    """Compute a prompt in a lane; its last `num_taken` tokens are those of an answer that was put back."""
 
     lane: int
     prompt: tuple[int, ...]
     key: int
     sampling: "Sampling"
+    num_taken: int
 
 
 class End(NamedTuple):
@@ -40,7 +45,15 @@ class End(NamedTuple):
     lane: int
 
 
-Command = Begin | End | Literal["step", "stop"]
+class Load(NamedTuple):
+    """Load the weights of a folder; no text runs."""
+
+    folder: str
+
+
+Command = Begin | End | Load | Literal["step", "stop"]
+Loading = Callable[[str], None]
+"""Loads the weights of a folder, on every rank; UsageError if they are those of another model."""
 Exchange = Callable[[Sequence[Command]], Sequence[Command]]
 """The commands of rank 0 -> the same commands, on every rank."""
 
@@ -66,9 +79,22 @@ class Answer:
     deadline: float
     is_cancelled: bool = field(default=False, init=False)
     """The client has gone; the engine frees the lane before its next step."""
+    taken: list[int] = field(default_factory=list, init=False)
+    """The tokens of the text so far, and at last the one that ends it."""
+    is_scored: bool = False
+    """Whether `log_probabilities` receives those of the tokens."""
+    log_probabilities: list[float] = field(default_factory=list, init=False)
 
-    def take(self, token: int) -> bool:
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those of the prompt and of the text so far."""
+        return (*self.prompt, *self.taken)
+
+    def take(self, token: int, log_probability: float | None) -> bool:
         """Add the next token and send what is certain; returns whether the text has ended."""
+        self.taken.append(token)
+        if log_probability is not None:
+            self.log_probabilities.append(log_probability)
         has_ended = self.text.take(token) or self.text.num_tokens >= self.num_tokens
         if has_ended:
             self.finish()
@@ -85,15 +111,14 @@ class Answer:
 class Engine:
     """The lanes of rank 0, with the texts in them and those that wait. `exchange` sends commands to the other ranks."""
 
-    def __init__(self, lanes: "Lanes", num_lanes: int, queue: int, exchange: Exchange) -> None:
-        self.lanes, self.num_lanes, self.queue, self.exchange = lanes, num_lanes, queue, exchange
+    def __init__(self, lanes: "Lanes", queue: int, exchange: Exchange, load: Loading | None = None) -> None:
+        self.lanes, self.queue, self.exchange, self.load_weights = lanes, queue, exchange, load
+        self._loads: deque[tuple[str, Future[None]]] = deque()
         self.failure: BaseException | None = None
         self.num_answers = self.num_tokens = 0
-        self._free = list(range(num_lanes))
+        self._texts = Schedule[Answer](lanes.num_lanes, lambda answer: answer.tokens)
         self._left: list[int] = []
         """Lanes whose texts have ended since the last round; the ranks free them with the next one."""
-        self._running: dict[int, Answer] = {}
-        self._waiting: deque[Answer] = deque()
         self._changed = threading.Condition()
         self._is_stopped = False
 
@@ -101,10 +126,11 @@ class Engine:
     def load(self) -> dict[str, int]:
         """Numbers for GET /health."""
         return {
-            "running": len(self._running),
-            "waiting": len(self._waiting),
+            "running": len(self._texts.running),
+            "waiting": len(self._texts.waiting),
             "answers": self.num_answers,
             "tokens": self.num_tokens,
+            "put_back": self.lanes.num_put_back,
         }
 
     def submit(self, answers: Sequence[Answer]) -> None:
@@ -112,10 +138,20 @@ class Engine:
         with self._changed:
             if self._is_stopped or self.failure is not None:
                 raise Refused(503, "the server is stopping")
-            if len(self._waiting) + len(answers) > self.queue + len(self._free):
+            if len(self._texts.waiting) + len(answers) > self.queue + len(self._texts.free):
                 raise Refused(503, BUSY)
-            self._waiting.extend(answers)
+            self._texts.waiting.extend(answers)
             self._changed.notify()
+
+    def load_folder(self, folder: str) -> "Future[None]":
+        """Load the weights of a folder when the texts that run have ended; those that wait begin afterwards."""
+        with self._changed:
+            if self._is_stopped or self.failure is not None:
+                raise Refused(503, "the server is stopping")
+            found: Future[None] = Future()
+            self._loads.append((folder, found))
+            self._changed.notify()
+        return found
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these answers any more."""
@@ -144,78 +180,112 @@ class Engine:
     def _step(self) -> bool:
         """One round: free lanes, fill them, compute a token of each; returns whether another one follows."""
         with self._changed:
-            if not self._is_stopped and not self._waiting and not self._running:
+            if not (self._is_stopped or self._texts.waiting or self._texts.running or self._loads):
                 self._changed.wait(HEARTBEAT)
             if self._is_stopped:
                 self.exchange(["stop"])
                 return False
             self._end_overdue()
-            ended, self._left = [End(lane) for lane in self._left], []
-            begun = [self._begin(lane) for lane in self._lanes_to_fill()]
-        step: list[Command] = ["step"] if self._running else []
-        commands = [*ended, *begun, *step]
-        for token, lane in computed(self.lanes, self.exchange(commands)):
-            if lane in self._running:
-                self._take(lane, token)
+            ended, left, self._left = [End(lane) for lane in self._left], self._left, []
+            has_begun = bool(self._texts.waiting and self._texts.waiting[0].taken)  # it was put back
+            holds = bool(self._loads) and not has_begun
+            taken = [] if holds else self._texts.begin(self.lanes.room(left))
+            begun = [Begin(lane, one.tokens, one.key, one.sampling, len(one.taken)) for lane, one in taken]
+            loading = self._loads.popleft() if holds and not self._texts.running else None
+        if loading is not None:
+            self._load(ended, *loading)
+            return True
+        step: list[Command] = ["step"] if self._texts.running else []
+        self.lanes.put_back = []
+        scored = {lane for lane, answer in self._texts.running.items() if answer.is_scored}
+        for one in computed(self.lanes, self.exchange([*ended, *begun, *step]), scored):
+            if one.lane in self._texts.running and one.lane not in self.lanes.put_back:
+                self._take(one)
+        with self._changed:
+            self._texts.put_back(lane for lane in self.lanes.put_back if lane in self._texts.running)
         return True
+
+    def _load(self, ended: Sequence[Command], folder: str, done: "Future[None]") -> None:
+        assert self.load_weights is not None
+        commands = self.exchange([*ended, Load(folder)])
+        try:
+            computed(self.lanes, commands, load=self.load_weights)
+        except UsageError as error:
+            done.set_exception(Refused(400, str(error)))
+        else:
+            done.set_result(None)
 
     def _end_overdue(self) -> None:
         """End the texts whose clients have gone, or whose time is over."""
         now = time.monotonic()
-        for lane, answer in list(self._running.items()):
+        for lane, answer in list(self._texts.running.items()):
             if answer.is_cancelled or now > answer.deadline:
                 answer.finish()
                 self._release(lane)
-        for answer in [one for one in self._waiting if one.is_cancelled or now > one.deadline]:
-            self._waiting.remove(answer)
-            answer.send(Event("", "refused", Refused(503, LATE)))
+        for answer in [one for one in self._texts.waiting if one.is_cancelled or now > one.deadline]:
+            self._texts.waiting.remove(answer)
+            if answer.taken:
+                answer.finish()
+            else:
+                answer.send(Event("", "refused", Refused(503, LATE)))
 
-    def _lanes_to_fill(self) -> list[int]:
-        return self._free[: len(self._waiting)]
-
-    def _begin(self, lane: int) -> Begin:
-        self._free.remove(lane)
-        answer = self._waiting.popleft()
-        self._running[lane] = answer
-        return Begin(lane, answer.prompt, answer.key, answer.sampling)
-
-    def _take(self, lane: int, token: int) -> None:
+    def _take(self, new: "New") -> None:
         self.num_tokens += 1
-        if self._running[lane].take(token):
+        if self._texts.running[new.lane].take(new.token, new.log_probability):
             self.num_answers += 1
-            self._release(lane)
+            self._release(new.lane)
 
     def _release(self, lane: int) -> None:
-        del self._running[lane]
-        self._free.append(lane)
+        self._texts.end(lane)
         self._left.append(lane)
 
     def _end_all(self) -> None:
         with self._changed:
             stopped = Refused(503, "the server stopped before the answer had ended")
-            for answer in (*self._running.values(), *self._waiting):
+            for answer in (*self._texts.running.values(), *self._texts.waiting):
                 answer.send(Event("", "refused", stopped))
-            self._running.clear()
-            self._waiting.clear()
+            self._texts.running.clear()
+            self._texts.waiting.clear()
+            while self._loads:
+                self._loads.popleft()[1].set_exception(stopped)
 
 
-def computed(lanes: "Lanes", commands: Sequence[Command]) -> "list[tuple[int, int]]":
-    """Do the commands of a round; returns the new tokens with their lanes, in order."""
-    found: list[tuple[int, int]] = []
+class New(NamedTuple):
+    """The next token of the text in a lane, and its log-probability if it is wanted."""
+
+    token: int
+    lane: int
+    log_probability: float | None
+
+
+def computed(
+    lanes: "Lanes", commands: Sequence[Command], scored: Collection[int] = (), load: Loading | None = None
+) -> list[New]:
+    """Do the commands of a round; returns the new tokens in order, with log-probabilities in `scored` lanes."""
+    found: list[New] = []
     for command in commands:
         if isinstance(command, Begin):
-            found.append((lanes.begin(*command), command.lane))
+            token, lane = lanes.begin(*command), command.lane
+            found.append(New(token, lane, float(lanes.log_probabilities()) if lane in scored else None))
         elif isinstance(command, End):
             lanes.end(command.lane)
+        elif isinstance(command, Load):
+            assert load is not None
+            load(command.folder)
+            lanes.model.weights_settled()
+            lanes.forget_prompt()
         elif command == "step":
-            found += [(token, lane) for lane, token in enumerate(lanes.step())]
+            tokens = lanes.step()
+            scores = lanes.log_probabilities().tolist() if scored else []
+            found += [New(token, lane, scores[lane] if lane in scored else None) for lane, token in enumerate(tokens)]
     return found
 
 
-def follow(lanes: "Lanes", exchange: Exchange) -> None:
+def follow(lanes: "Lanes", exchange: Exchange, load: Loading | None = None) -> None:
     """Compute what rank 0 commands, on another rank, until it stops."""
     while "stop" not in (commands := exchange([])):
-        computed(lanes, commands)
+        with suppress(UsageError):  # the folder of a request is refused on all ranks, and rank 0 answers
+            computed(lanes, commands, load=load)
 
 
 def random_seed() -> int:

@@ -62,10 +62,15 @@ class Asked(BaseModel):
 
 
 class Completion(Asked):
-    """POST /v1/completions."""
+    """POST /v1/completions. `prompt` is a text, or the numbers of its tokens.
 
-    prompt: str = Field(min_length=1)
+    `logprobs` 0: the log-probability of each token. `return_token_ids`: the numbers of the tokens, as in vLLM.
+    """
+
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=0)
+    return_token_ids: bool = False
 
 
 class Message(BaseModel):
@@ -108,7 +113,7 @@ def parsed(kind: type[T], value: Any) -> T:
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object")
     given = {name: one for name, one in value.items() if one is not None and name not in IGNORED}
-    for name in [name for name in given if name in UNSUPPORTED]:
+    for name in [name for name in given if name in UNSUPPORTED and name not in kind.model_fields]:
         if given.pop(name) not in (UNSUPPORTED[name], [], {}, False):
             raise Refused(400, f"'{name}' is not supported; leave it out")
     try:

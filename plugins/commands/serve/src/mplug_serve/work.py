@@ -7,7 +7,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,6 +40,8 @@ class Job:
     address: tuple[str, int]
     key: str | None
     graphs: bool
+    cache_tokens: int | None
+    loads_from: Path | None
 
 
 def prepared(job: Job) -> "tuple[Run, Sampler]":
@@ -62,18 +66,42 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
         listening = listen(job.address) if run.rank == 0 else None
         job.weights.load(run, allocate_parts)
         replays, _ = replays_for(run, sampler)
-        lanes = Lanes(sampler, job.limits.lanes, job.limits.context, Ranks(run, sampler), replays)
-        exchange = _exchange(run)
+        lanes = Lanes(
+            sampler, job.limits.lanes, job.limits.context, Ranks(run, sampler), replays, cache_tokens=job.cache_tokens
+        )
+        num_bytes = lanes.allocate()
+        if run.rank == 0:
+            click.echo(_line_of_caches(job.limits, lanes.cache_tokens, num_bytes, run.mesh.world_size))
+        exchange, load = _exchange(run), partial(_load, run, sampler)
         if listening is None:
             from mplug_serve.engine import follow
 
             _leave_signals_to_the_first_rank()
-            follow(lanes, exchange)
+            follow(lanes, exchange, load)
             return
         from mplug_serve.engine import Engine
 
-        engine = Engine(lanes, job.limits.lanes, job.limits.queue, exchange)
-        _serve(job, _served(job, run), engine, listening)
+        engine = Engine(lanes, job.limits.queue, exchange, load)
+        _serve(job, replace(_served(job, run), loads_from=job.loads_from), engine, listening)
+
+
+def _load(run: "Run", sampler: "Sampler", folder: str) -> None:
+    """Load a published folder into the model that samples. Collective; UsageError for that of another model."""
+    from mplug_pretrained import SavedModel
+    from mplug_pretrained.public_load import load_public_for_inference, refuse_other_model
+
+    path = SavedModel.published(Path(folder)).path
+    refuse_other_model(path, sampler.model, run.config.checkpoint.pretrained)
+    load_public_for_inference(run, sampler.model, path)
+
+
+def _line_of_caches(limits: Limits, cache_tokens: int | None, num_bytes: int, world_size: int) -> str:
+    """The memory of the caches, for the user."""
+    from mplug.commands import human_bytes
+
+    shared = "" if cache_tokens is None else f", which share {cache_tokens:,} tokens in pages"
+    ranks = " on each rank" if world_size > 1 else ""
+    return f"caches of {limits.lanes} texts of {limits.context:,} tokens{shared}: {human_bytes(num_bytes)}{ranks}"
 
 
 def _exchange(run: "Run") -> "Exchange":

@@ -10,11 +10,13 @@ from mplug_tokenization import ChatLoader, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from mplug import Model, Run, RunConfig
     from mplug.commands import Selection
     from mplug_rollouts.loader import Pack
     from mplug_rollouts.rewards import Functions
+    from mplug_rollouts.served import ServedSampler
     from mplug_rollouts.sources import Encoded, SampledSource
     from mplug_sampling import Completion, Lanes, TrainedSampler
 
@@ -32,6 +34,8 @@ class Rollouts(ChatLoader):
         self.config = config
         self._sampler: TrainedSampler | None = None
         self._lanes: Lanes | None = None
+        self._num_put_back = 0
+        self._server: ServedSampler | None = None
         self._source: SampledSource | None = None
         self._functions: Functions | None = None
         self._is_built = False
@@ -46,6 +50,16 @@ class Rollouts(ChatLoader):
                 f"prompt do not fit into trainer.seq_length={trainer.seq_length}; set trainer.seq_length to the tokens "
                 f"of the longest prompt and completion, times data.per_sample"
             )
+        longest = trainer.seq_length // own.per_sample + 1
+        if own.cache_tokens is not None and own.cache_tokens < longest:
+            raise UsageError(
+                f"data.cache_tokens={own.cache_tokens} has no room for one prompt with its completion; set it to "
+                f"{longest} or more (trainer.seq_length / data.per_sample, and one)"
+            )
+        if own.completions == "served" and own.server.weights == "checkpoints":
+            from mplug_rollouts.served import refuse_unpublished
+
+            refuse_unpublished(config, own.server.format)
         assert self.template
         assert self.tokenizer
 
@@ -67,7 +81,7 @@ class Rollouts(ChatLoader):
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
         """The completion of each position, its advantage and, if they are known, the sampler's log-probabilities."""
-        has_scores = self.config.completions == "sampled" or self.config.log_probabilities
+        has_scores = self.config.completions != "given" or self.config.log_probabilities
         return (DOCUMENTS, SEQUENCES, ADVANTAGES, *((SAMPLED,) if has_scores else ()))
 
     @hookimpl
@@ -87,8 +101,9 @@ class Rollouts(ChatLoader):
     @hookimpl
     def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
         """Refuse kernels and layouts with which the model cannot sample, and steps that end within a prompt."""
-        if run.trains and self._sampler is not None:
+        if run.trains and self.config.completions != "given":
             self._check_steps(run.config)
+        if run.trains and self._sampler is not None:
             self._sampler.select(run, model, selection)
 
     @hookimpl
@@ -99,7 +114,7 @@ class Rollouts(ChatLoader):
     @hookimpl
     def training_released(self) -> None:
         """Drop the caches and the model."""
-        self._lanes, self._sampler, self._is_built = None, None, False
+        self._lanes, self._sampler, self._is_built, self._num_put_back = None, None, False, 0
 
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> Loader:
@@ -121,7 +136,11 @@ class Rollouts(ChatLoader):
         if own.completions == "given":
             items = given_items(prompts, self.vocabulary, own)
             return RolloutLoader(GivenSource(prompts, items, trainer.seed), masks_truncated=masks, **common)
-        complete = partial(self._complete, run, prompts)
+        if own.completions == "served" and self._server is None:
+            from mplug_rollouts.served import ServedSampler
+
+            self._server = ServedSampler(run, own.server)
+        complete = partial(self._complete if own.completions == "sampled" else self._served, run, prompts)
         source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions)
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
@@ -131,7 +150,13 @@ class Rollouts(ChatLoader):
     @hookimpl
     def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
         """Rewards, lengths and the duration of the rollout that a step has caused."""
-        return {} if self._source is None else self._source.figures.pop(record["step"], {})
+        found = {} if self._source is None else self._source.figures.pop(record["step"], {})
+        if found and self._server is not None:
+            return {**found, "rollout_lag": float(record["step"] - 1 - self._server.step)}
+        if not found or self._lanes is None or self.config.cache_tokens is None:
+            return found
+        before, self._num_put_back = self._num_put_back, self._lanes.num_put_back
+        return {**found, "rollout_put_back": float(self._num_put_back - before)}
 
     @hookimpl
     def run_started(self, run: "Run") -> None:
@@ -140,6 +165,12 @@ class Rollouts(ChatLoader):
 
         if self.config.save and run.rank == 0 and run.directory is not None:
             forget_after(run.directory / FILE, run.step)
+
+    @hookimpl
+    def checkpoint_saved(self, path: "Path") -> None:
+        """The server may get the weights of the checkpoint."""
+        if self._server is not None:
+            self._server.saved(path)
 
     @hookimpl
     def run_finished(self) -> None:
@@ -181,6 +212,8 @@ class Rollouts(ChatLoader):
         return Functions(own.rewards, own.reward_weights, own.reward_seconds, own.reward_processes)
 
     def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
         if self._functions is not None:
             self._functions.close()
             self._functions = None
@@ -188,7 +221,7 @@ class Rollouts(ChatLoader):
     @property
     def _given(self) -> str:
         """What lines must have, as `read_prompts` takes it."""
-        if self.config.completions == "sampled":
+        if self.config.completions != "given":
             return ""
         return "scored" if self.config.log_probabilities else "plain"
 
@@ -236,7 +269,24 @@ class Rollouts(ChatLoader):
             )
         own, size = self.config, self.vocabulary.vocab_size
         sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
-        return complete(self._made_lanes(run), own.lanes, tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+        return complete(self._made_lanes(run), tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+
+    def _served(
+        self,
+        run: "Run",
+        prompts: "Sequence[Encoded]",
+        tokens: "Sequence[Sequence[int]]",
+        keys: "Sequence[int]",
+        is_greedy: bool,
+    ) -> "list[Completion]":
+        """Let the server complete prompts, given by their tokens. Collective."""
+        from mplug_rollouts.server import Want
+
+        own = self.config
+        temperature = 0.0 if is_greedy else own.temperature
+        want = Want(own.max_tokens, temperature, self.vocabulary.vocab_size, self._ends(prompts))
+        assert self._server is not None
+        return self._server.complete(tokens, keys, want)
 
     def _made_lanes(self, run: "Run") -> "Lanes":
         """The lanes, whose caches stay from rollout to rollout."""
@@ -249,7 +299,10 @@ class Rollouts(ChatLoader):
                 raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
             context = run.config.trainer.seq_length // self.config.per_sample + 1
             ranks = Ranks(run, self._sampler).apart()
-            self._lanes = Lanes(self._sampler, self.config.lanes, context, ranks, replays)
+            own = self.config
+            self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
+            gib = self._lanes.allocate() / 2**30
+            log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
         return self._lanes
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:

@@ -1,12 +1,49 @@
 """The config of the loader. Imports no torch."""
 
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from mplug import MAY_CHANGE, MAY_MOVE, distinct
 
 Scale = Literal["group", "batch", "none"]
+
+
+def _address(value: str) -> str:
+    found = urlsplit(value)
+    if found.scheme not in ("http", "https") or not found.hostname or found.query or found.fragment:
+        raise ValueError(f"'{value}' is no address of a server; give one such as http://127.0.0.1:8000")
+    return value.rstrip("/")
+
+
+class ServerConfig(BaseModel):
+    """The server that completes prompts, and how it gets new weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    addresses: Annotated[list[Annotated[str, AfterValidator(_address)]], AfterValidator(distinct), MAY_CHANGE] = Field(
+        default_factory=list,
+        description="http://HOST:PORT of each copy of the server, without /v1; each gets its part of the prompts",
+    )
+    model: Annotated[str | None, MAY_CHANGE] = Field(None, description="the name of the model; null: the server's own")
+    key_variable: Annotated[str | None, MAY_CHANGE] = Field(
+        None, description="the environment variable that has the server's key; null: no key"
+    )
+    seconds: Annotated[PositiveFloat, MAY_CHANGE] = Field(600.0, description="a request that takes longer is repeated")
+    retries: Annotated[int, MAY_CHANGE] = Field(5, ge=0, description="how often a request is repeated when it fails")
+    connections: Annotated[PositiveInt, MAY_CHANGE] = Field(32, description="requests at a time to each address")
+    weights: Literal["stale", "checkpoints"] = Field(
+        "stale",
+        description="stale: the server keeps the weights with which the run begins; checkpoints: each checkpoint is "
+        "exported to the folder 'served' of the run, and the server is asked to load it (`reload`)",
+    )
+    reload: str = Field(
+        "/update_weights_from_disk",
+        pattern="^/",
+        description="the path of the request that loads a folder, with the body {'model_path': FOLDER}, as in SGLang",
+    )
+    format: str = Field("huggingface", description="the installed format of the exports")
 
 
 class RolloutsConfig(BaseModel):
@@ -26,10 +63,13 @@ class RolloutsConfig(BaseModel):
     validation_percent: Annotated[float, MAY_MOVE] = Field(
         5, gt=0, le=50, description="percentage of the prompts for validation, by a hash of them"
     )
-    completions: Literal["sampled", "given"] = Field(
+    completions: Literal["sampled", "served", "given"] = Field(
         "sampled",
-        description="sampled: the model that trains completes the prompts; given: each line has completions with "
-        "rewards, as `save` writes them",
+        description="sampled: the model that trains completes the prompts; served: a server does (`server`); given: "
+        "each line has completions with rewards, as `save` writes them",
+    )
+    server: ServerConfig = Field(
+        default_factory=ServerConfig, description="the server of served completions, in the form of OpenAI"
     )
     rewards: Annotated[list[str], AfterValidator(distinct)] = Field(
         default_factory=list,
@@ -53,6 +93,11 @@ class RolloutsConfig(BaseModel):
     temperature: PositiveFloat = Field(1.0, description="divides the logits when tokens are sampled")
     lanes: Annotated[PositiveInt, MAY_CHANGE] = Field(
         64, description="largest number of completions that a group of ranks samples at the same time"
+    )
+    cache_tokens: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
+        None,
+        description="let the completions of a group of ranks share pages of a cache with room for this many tokens; "
+        "null: room for trainer.seq_length / per_sample tokens in each lane",
     )
     graphs: Annotated[bool, MAY_CHANGE] = Field(
         False, description="replay the step of a token as a CUDA graph; runs on a GPU without exchanges inside a step"
@@ -91,8 +136,13 @@ class RolloutsConfig(BaseModel):
 
     @model_validator(mode="after")
     def _rewards_fit(self) -> Self:
-        if self.completions == "sampled" and not self.rewards:
-            raise ValueError("sampled completions need rewards; set data.rewards=[module:function]")
+        if self.completions != "given" and not self.rewards:
+            raise ValueError(f"{self.completions} completions need rewards; set data.rewards=[module:function]")
+        if (self.completions == "served") != bool(self.server.addresses):
+            raise ValueError("data.completions=served and data.server.addresses belong together; set both or neither")
+        for name in ("graphs", "cache_tokens"):
+            if self.completions == "served" and getattr(self, name):
+                raise ValueError(f"{name} is of the sampler of the run, and a server completes prompts; remove it")
         if self.completions == "given" and self.rewards:
             raise ValueError("given completions have their rewards in the lines; remove data.rewards")
         for name in ("repeats", "prompts_per_rollout"):
@@ -100,7 +150,7 @@ class RolloutsConfig(BaseModel):
                 raise ValueError(f"{name} has no effect: the completions are given, not sampled; remove it")
         if self.completions == "given" and self.save:
             raise ValueError("save writes sampled completions, and these are given; remove it")
-        if self.completions == "sampled" and not self.log_probabilities:
+        if self.completions != "given" and not self.log_probabilities:
             raise ValueError("log_probabilities is of given completions; remove it")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
             raise ValueError(f"reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} functions")

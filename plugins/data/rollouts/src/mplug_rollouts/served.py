@@ -1,0 +1,156 @@
+"""A server as the sampler of a run: which ranks ask it, and how it gets the weights that the run trains."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any
+
+from mplug import RunError, UsageError
+from mplug_pretrained import format_named
+from mplug_rollouts.server import Client, Want
+from mplug_saving.names import step_of
+
+if TYPE_CHECKING:
+    from mplug import Run, RunConfig
+    from mplug_rollouts.config import ServerConfig
+    from mplug_sampling import Completion
+
+FOLDER = "served"
+log = logging.getLogger("mplug.rollouts")
+
+
+def refuse_unpublished(config: "RunConfig", form: str) -> None:
+    """Raise UsageError if a format has no form for the model of a run, so that no server could load its exports."""
+    try:
+        found, reason = format_named(form).ask("form_of", config), "it writes no models of this family"
+    except UsageError as error:
+        found, reason = None, str(error)
+    if found is None:
+        raise UsageError(
+            f"data.server.weights=checkpoints exports checkpoints by '{form}', which refuses this run: {reason}; "
+            f"choose another data.server.format, or set data.server.weights=stale"
+        )
+
+
+class ServedSampler:
+    """Completes prompts by a server. `step` is that of the weights which the server has, as far as the run knows."""
+
+    def __init__(self, run: "Run", config: "ServerConfig") -> None:
+        self.run, self.client = run, Client(config)
+        self.step = 0
+        self.exports: Exports | None = None
+        if config.weights == "checkpoints" and run.rank == 0 and run.directory is not None:
+            self.exports = Exports(run.directory, config.format)
+
+    def complete(self, tokens: Sequence[Sequence[int]], keys: Sequence[int], want: Want) -> "list[Completion]":
+        """The completions of this rank's prompts; the first rank of those with the same prompts asks. Collective."""
+        mesh = self.run.mesh
+        shards = [mesh.batch_shard(rank)[0] for rank in range(mesh.world_size)]
+        part, answer = shards[self.run.rank], None
+        try:
+            if self.run.rank == 0:
+                self._hand_over()
+        except (UsageError, RunError) as error:
+            answer = error
+        self._raise(self.run.gathered(answer))  # no rank asks before the server has the newest weights
+        if shards.index(part) == self.run.rank:
+            try:
+                answer = self.client.complete(tokens, keys, want)
+            except (UsageError, RunError) as error:
+                answer = error
+        answers = self.run.gathered(answer)
+        self._raise(answers)
+        found: list[Completion] = answers[shards.index(part)]
+        return found
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint is complete: its weights are for the server."""
+        if self.exports is not None:
+            self.exports.add(step_of(path))
+
+    def close(self) -> None:
+        """End an export that is under way."""
+        if self.exports is not None:
+            self.exports.close()
+
+    def _hand_over(self) -> None:
+        """Let the server load the newest export, if one is complete."""
+        found = None if self.exports is None else self.exports.finished()
+        if found is not None:
+            step, folder = found
+            self.client.load(folder)
+            log.info("the server has the weights of step %d", step)
+            self.step = step
+
+    @staticmethod
+    def _raise(answers: Sequence[Any]) -> None:
+        for one in answers:
+            if isinstance(one, UsageError | RunError):
+                raise one
+
+
+class Exports:
+    """Exports of checkpoints, one at a time, each by a process of its own beside the run; the newest one is kept."""
+
+    def __init__(self, directory: Path, form: str) -> None:
+        self.directory, self.form = directory.absolute(), form
+        self._process: subprocess.Popen[str] | None = None
+        self._step, self._next = 0, 0
+
+    def add(self, step: int) -> None:
+        """Export the checkpoint of a step, after the export that is under way; an older one that waits is left out."""
+        self._next = step
+        if self._process is None:
+            self._begin()
+
+    def finished(self) -> tuple[int, Path] | None:
+        """(step, folder) of an export that has become complete; RunError if that of the newest checkpoint has failed.
+
+        A run that keeps few checkpoints (`checkpoint.keep`) may remove one before it is read.
+        """
+        if self._process is None or self._process.poll() is None:
+            return None
+        _, errors = self._process.communicate()
+        status, step, self._process = self._process.returncode, self._step, None
+        if status:
+            last = (errors.strip().splitlines() or ["no message"])[-1]
+            message = f"the export of step {step} for the server of data.server failed: {last}"
+            if self._next == step:
+                raise RunError(message)
+            log.warning("%s; that of step %d follows", message, self._next)
+            self._begin()
+            return None
+        for older in (self.directory / FOLDER).glob("step_*"):
+            if step_of(older) < step:
+                rmtree(older, ignore_errors=True)
+        if self._next > step:
+            self._begin()
+        return step, self._folder(step)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.communicate()
+            self._process = None
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / FOLDER / f"step_{step:08d}"
+
+    def _begin(self) -> None:
+        self._step = self._next
+        folder = self._folder(self._step)
+        rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(exist_ok=True)
+        words = ["checkpoint", "export", str(folder), "--to", self.form]
+        words += ["--name", self.directory.name, "--step", str(self._step)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mplug", *words],
+            cwd=self.directory.parent.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )

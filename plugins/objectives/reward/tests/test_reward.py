@@ -217,7 +217,19 @@ def test_an_export_gives_the_librarys_scores_and_begins_a_run(tied: bool, tmp_pa
     require_equal_scores({**PAIRS, **UNTIED, "model.tie_embeddings": tied}, tmp_path / "scores")
 
 
-KINDS = "deepseek_v2 deepseek_v3 gemma2 gemma3_text gpt2 gpt_oss mixtral qwen2 qwen3 qwen3_moe qwen3_next".split()
+KINDS = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

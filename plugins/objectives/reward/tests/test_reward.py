@@ -166,7 +166,7 @@ def test_what_cannot_be_computed_is_refused_before_it_starts(sentence: str) -> N
 
 def written(parts: Parts, run: Run, folder: Path) -> Path:
     """A folder with the model of a run in Hugging Face's form."""
-    values = {name: one.data for name, one in parts.model.parameters().items()}
+    values = {name: one.data for name, one in parts.model.parameters().items()} | parts.model.states()
     export = format_named("huggingface").format.export(run, parts.model, ExportOptions(None, 1 << 30))
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -199,12 +199,13 @@ def require_equal_scores(settings: dict[str, Any], folder: Path) -> None:
     own = {name: one.data.clone() for name, one in parts.model.parameters().items()}
     written(parts, run, folder)
     library = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    library.set_experts_implementation("eager")  # grouped products compute no fp64
     tokens = torch.arange(3, 20)
     with torch.no_grad():
         expected = own[SCORE] @ last_hidden(parts, tokens)
         found = library(tokens[None]).logits[0]
     assert found.shape == (1,)
-    assert float(abs(found - expected)[0]) < 1e-6 * float(abs(expected)[0])  # the library computes angles in fp32
+    assert float(abs(found - expected)[0]) < 1e-5 * float(abs(expected)[0])  # the library computes angles in fp32
 
     again = begun_with(folder, settings)
     unequal = {name for name, one in own.items() if not torch.equal(one, again[name])}
@@ -224,9 +225,11 @@ KINDS += ["qwen2", "qwen3", "qwen3_moe", "qwen3_next"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.wide("families", quick=[])
 def test_an_export_of_a_family_gives_the_librarys_scores(kind: str, tmp_path: Path) -> None:
-    from config_fields import described, forms, tiny
+    from config_fields import SILENT, described, forms, tiny
 
-    settings = {f"model.{name}": value for name, value in described(tiny(kind)).model_dump(exclude_unset=True).items()}
+    settings = {
+        f"model.{name}": value for name, value in described(tiny(kind, **SILENT.get(kind, {}))).model_dump().items()
+    }
     require_equal_scores({**PAIRS, **settings, "model.name": forms()[kind][0]}, tmp_path / "scores")
 
 

@@ -36,6 +36,7 @@ CONFIGS = {
     "run.yaml": "trainer: {steps: 10}",
     "blend.yaml": "data: {name: indexed, path: {texts: 0.7, docs: 0.3}}",
     "ds_config.json": "{}",
+    "equation.jinja": "{% for one in messages %}{{ one.content }}{% endfor %}",
     "masked.yaml": "data: {name: masked, mask_token: 256, of: {name: text, path: book.txt}}",
     "spans.yaml": "data: {name: spans, end_token: 1, encoder_length: 64, of: {name: mock, vocab_size: 300}}",
 }

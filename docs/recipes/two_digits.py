@@ -1,17 +1,19 @@
-"""Write sums of two numbers of two digits: estimates to imitate, and problems with a reward that checks the answer.
+"""Write sums of two numbers of two digits: rounded answers to imitate, and problems with a reward that checks them.
 
     python docs/recipes/two_digits.py
 
-`estimates.jsonl` has conversations whose answers are near the sum: each difference from -3 to 3 is equally frequent, so
-one answer in seven is right. `sums.jsonl` has other problems with their sums, which `is_right` compares with answers.
+`rounded.jsonl` has conversations whose answers are rounded down to tens: each problem has one exact answer among nine.
+`sums.jsonl` has other problems with their sums, which `is_right` compares with answers. `equation.jinja` is a chat
+template that writes both as equations: 66+48=114<end>.
 """
 
 import json
 import random
 from pathlib import Path
 
-LARGEST_ERROR = 3
+LINES = 9
 SEED = 48
+TEMPLATE = "{% for one in messages %}{{ one.content }}{{ '=' if one.role == 'user' else '<end>' }}{% endfor %}"
 
 
 def is_right(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
@@ -20,11 +22,11 @@ def is_right(completions: list[list[dict[str, str]]], answer: list[str], **colum
 
 
 def main() -> None:
-    """Write both files into the current folder."""
+    """Write the files into the current folder."""
     rng = random.Random(SEED)
     problems = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     rng.shuffle(problems)
-    half = len(problems) // 2
+    border = len(problems) * 3 // 4
 
     def asked(first: int, second: int) -> dict[str, str]:
         return {"role": "user", "content": f"{first}+{second}"}
@@ -32,14 +34,15 @@ def main() -> None:
     def answered(number: int) -> dict[str, str]:
         return {"role": "assistant", "content": str(number)}
 
-    estimates = [
-        {"messages": [asked(*both), answered(sum(both) + error)]}
-        for both in problems[:half]
-        for error in range(-LARGEST_ERROR, LARGEST_ERROR + 1)
+    rounded = [
+        {"messages": [asked(*both), answered(sum(both) if line == 0 else sum(both) // 10 * 10)]}
+        for both in problems[:border]
+        for line in range(LINES)
     ]
-    sums = [{"prompt": [asked(*both)], "answer": str(sum(both))} for both in problems[half:]]
-    for name, lines in (("estimates.jsonl", estimates), ("sums.jsonl", sums)):
+    sums = [{"prompt": [asked(*both)], "answer": str(sum(both))} for both in problems[border:]]
+    for name, lines in (("rounded.jsonl", rounded), ("sums.jsonl", sums)):
         Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    Path("equation.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mplug.contracts.micro_batch import IGNORED, LOSS_WEIGHTS, REFERENCE
 from mplug.errors import UsageError, listed
 from mplug.layout.inits import TOKENS, Entries, Inits
+from mplug.layout.names import within
 from mplug.layout.plan import Buffer, Shift, Unit
 from mplug.model.plans.work import flops_of_work, work_of
 from mplug.model.slots.declaration import Slot
@@ -24,6 +25,7 @@ from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
 from mplug_nn.router import ALL_EXPERTS, Router
 from mplug_nn.statistics import count
+from mplug_pretrained.external import ScoreHead
 
 if TYPE_CHECKING:
     from mplug.model.model import Model
@@ -80,6 +82,9 @@ class Objective(nn.Module):
     `projects` to False, and the projection is then frozen unless it is tied to the embedding. If labels are no tokens,
     it sets `of_tokens` to False. It computes the head on `hidden`, and passes the result to `gathered`.
 
+    `labels` are the names of the scores of such a head, whose weight is `score.weight`: published classifiers of
+    decoders have it in place of the projection.
+
     `weighted` says that `weights` [B, S] multiply the losses of targets. A loss that is not of targets (of pairs, say)
     sets it to False, and data that have weights are refused.
 
@@ -92,6 +97,7 @@ class Objective(nn.Module):
     projects: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True
     weighted: ClassVar[bool] = True
+    labels: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -186,6 +192,8 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
         _without_projection(model, unit, head)
     setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)
     model.attach({f"{unit.name}.loss": objective})
+    if objective.labels:
+        _describe_scores(run, model, unit, head, objective.labels)
     if objective.recalls:
         model.attach(
             {f"{name}.first_bias": FirstBias(len(bias), ALL_EXPERTS) for name, bias in _changing_biases(model)}
@@ -212,6 +220,32 @@ def _without_projection(model: "Model", unit: Unit, head: Head) -> None:
     model.plan = replace(model.plan, flops=model.plan.flops.without(unused))
     parameters = model.parameters()
     model.freeze(name for name, _ in head.project.named_parameters(f"{unit.name}.project") if name in parameters)
+
+
+def _describe_scores(run: "Run", model: "Model", unit: Unit, head: Head, labels: tuple[str, ...]) -> None:
+    """Give the weight of scores its public name, and the widths of the projection that it replaces.
+
+    Beside a narrower base model, both multiply hidden vectors that are divided by the ratio of the widths. UsageError
+    for a pattern of `model.frozen` that freezes other parameters and the scores too.
+    """
+    own, projection = f"{unit.name}.loss.score.weight", f"{unit.name}.project.weight"
+    for pattern in run.config.frozen:
+        if within(pattern).fullmatch(own) and any(
+            within(pattern).fullmatch(name) for name in model.parameters() if name != own
+        ):
+            raise UsageError(
+                f"model.frozen: '{pattern}' also freezes the scores '{own}', which the objective trains; name "
+                f"'{unit.name}.norm' to freeze the rest of the head (the projection is frozen anyway), or "
+                f"'{unit.name}.loss' to freeze the scores alone"
+            )
+    parameters = model.parameters()
+    replaced = next(name for name, one in parameters.items() if one is head.project.weight)
+    scores = replace(model.plan.parameters[own], widths=model.plan.match(parameters)[replaced].widths)
+    model.plan = replace(model.plan, parameters={**model.plan.parameters, own: scores})
+    if model.plan.external is not None:
+        names = model.plan.external
+        tensors, heads = {**names.tensors, own: "score.weight"}, ScoreHead(own, projection, labels)
+        model.plan = replace(model.plan, external=replace(names, tensors=tensors, scores=heads))
 
 
 def _changing_biases(model: "Model") -> Iterator[tuple[str, Tensor]]:

@@ -16,8 +16,9 @@ from mplug_nn.objective import Objective
 class ScoredObjective(Objective):
     """The base class of objectives that compute C scores of each hidden vector, in place of those of a vocabulary.
 
-    A subclass implements `forward` and calls `scores`. The weight has the name `score.weight` [C, D] and no bias, as
-    the heads of published classifiers of decoders. It begins with normal values of the standard deviation `init_std`.
+    A subclass implements `forward` and calls `scores`. `labels` are the names of the C scores. The weight has the name
+    `score.weight` [C, D] and no bias, as the heads of published classifiers of decoders. It begins with normal values
+    of the standard deviation `init_std`.
     """
 
     projects: ClassVar[bool] = False
@@ -27,14 +28,15 @@ class ScoredObjective(Objective):
     def __init__(
         self,
         dim: int,
-        num_scores: int,
+        labels: Sequence[str],
         init_std: float,
         entries: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         figures: Sequence[str] = (),
         shifted: Mapping[str, Shift] = MappingProxyType({}),
     ) -> None:
         super().__init__(entries, figures, shifted=shifted)
-        self.score = Linear(dim, num_scores, bias=False)
+        self.labels = tuple(labels)
+        self.score = Linear(dim, len(self.labels), bias=False)
         self.score.adaptable = False
         self.init_std = init_std
 

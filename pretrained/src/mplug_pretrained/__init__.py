@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mplug_pretrained.external import Interleaved as Interleaved
     from mplug_pretrained.external import Link as Link
     from mplug_pretrained.external import Part as Part
+    from mplug_pretrained.external import ScoreHead as ScoreHead
     from mplug_pretrained.external import Transposed as Transposed
     from mplug_pretrained.external_form import conversion as conversion
     from mplug_pretrained.folder_settings import longest_sequence as longest_sequence

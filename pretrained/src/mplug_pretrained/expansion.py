@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations, product
 
@@ -75,6 +75,23 @@ class Conversion:
         return tensor in self.duplicates or any(
             regex.fullmatch(tensor) and (sign is None or sign in present) for regex, sign in self._ignored
         )
+
+    def present_in(self, stored: Container[str]) -> "Conversion":
+        """Without the scores, or the projection that they replace, if a folder with the tensors `stored` lacks them."""
+        head = self.names.scores
+        both = () if head is None else (head.weight, head.replaced)
+        return self._without(name for name in both if not any(one in stored for one in self._tensors_of(name)))
+
+    def written(self) -> "Conversion":
+        """What an export has: without a projection that scores replace."""
+        return self if self.names.scores is None else self._without([self.names.scores.replaced])
+
+    def _tensors_of(self, name: str) -> list[str]:
+        return [link.public(index) for link in self.links.get(name, ()) for index in link.fanned]
+
+    def _without(self, names: Iterable[str]) -> "Conversion":
+        dropped = set(names)
+        return replace(self, links={name: links for name, links in self.links.items() if name not in dropped})
 
     @cached_property
     def _ignored(self) -> list[tuple[re.Pattern[str], str | None]]:

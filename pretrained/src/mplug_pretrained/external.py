@@ -91,6 +91,19 @@ External = Source | Fused | Interleaved | tuple[ExternalMap, ...] | None
 
 
 @dataclass(frozen=True)
+class ScoreHead:
+    """A head that computes scores in place of the logits of a vocabulary: our names of both weights.
+
+    `labels` are the names of the scores. A folder may lack either weight, which then keeps its initial values: that of
+    a language model has no scores, and that of a classifier has no projection. An export has the scores alone.
+    """
+
+    weight: str
+    replaced: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ExternalNames:
     """The published form of a model's parameters and states.
 
@@ -107,7 +120,8 @@ class ExternalNames:
     modules that the model does not need to a tensor; they are ignored only in folders that have this tensor.
 
     `alternatives` maps the beginning of public names to another one that some folders have in its place. `endings` maps
-    the end of public names to another one that some folders have in its place.
+    the end of public names to another one that some folders have in its place. `scores` is the head of a model that
+    computes scores.
     """
 
     tensors: Mapping[str, External]
@@ -117,6 +131,7 @@ class ExternalNames:
     optional: Mapping[str, str] = field(default_factory=dict)
     alternatives: Mapping[str, str] = field(default_factory=dict)
     endings: Mapping[str, str] = field(default_factory=dict)
+    scores: ScoreHead | None = None
 
     def public_names(self, stored: Collection[str], public: Container[str]) -> dict[str, str]:
         """The public name of each tensor of a folder, by its name there, if the model has the names `public`."""
@@ -152,6 +167,7 @@ class ExternalNames:
             {rename(pattern): rename(sign) for pattern, sign in self.optional.items()},
             {rename(usual): rename(other) for usual, other in self.alternatives.items()},
             self.endings,
+            self.scores,
         )
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from mplug_tokenization.records import TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mplug_tokenization.templates import Template
     from mplug_tokenization.vocabulary import Vocabulary
 
@@ -45,5 +47,16 @@ class ChatLoader:
         """The tokenizer's tokens, the template's special tokens, and the template: a `ChatVocabulary`."""
         from mplug_tokenization.chat import ChatVocabulary
 
-        special = self.template.special if self.config.special_tokens is None else self.config.special_tokens
-        return ChatVocabulary(load_tokenizer(self.tokenizer), special, self.template)
+        return ChatVocabulary(load_tokenizer(self.tokenizer), self._special, self.template)
+
+    def vocabulary_for(self, prompt: Any) -> "Vocabulary":
+        """The vocabulary with which commands sample, by a prompt of the data: of conversations, or of plain texts."""
+        from mplug_tokenization.vocabulary import TextVocabulary
+
+        is_text = isinstance(prompt, str)
+        return TextVocabulary(load_tokenizer(self.tokenizer), self._special) if is_text else self.vocabulary
+
+    @property
+    def _special(self) -> "Sequence[str]":
+        own: Sequence[str] | None = self.config.special_tokens
+        return self.template.special if own is None else own

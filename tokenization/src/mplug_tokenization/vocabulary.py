@@ -82,3 +82,13 @@ class Vocabulary:
         alone = self.tokenizer.encode(piece[:place]) if place else []
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False)))
         return same + 1 if ends and same < len(alone) else same
+
+
+class TextVocabulary(Vocabulary):
+    """The tokenizer of plain texts, which end with its end of text: they are no conversations."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The token that ends a text; empty if the tokenizer has none."""
+        end = self.tokenizer.eod
+        return frozenset() if end is None else frozenset({end})

@@ -339,3 +339,22 @@ def test_a_command_that_trains_nothing_is_told_why_it_has_no_completions() -> No
     assert isinstance(loader, RolloutLoader)
     with pytest.raises(UsageError, match="samples completions while a model trains"):
         loader.take(4)
+
+
+def test_prompts_without_room_are_counted_in_the_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}+{n}=", "answer": "x"}}\n' for n in (1, 2, "9" * 30)))
+    files = {"data.path": str(path), "data.validation_path": str(path)}
+    run = tiny_run({**TINY, **files, "trainer.eval_every": 0})
+    parts = build(run)
+    parts.train_loader.loader.take(4)
+    figures = run.hooks.call.step_figures(run=run, record={"step": run.step})
+    assert [found["prompts/dropped"] for found in figures if found] == [1.0]
+    assert "train: 2 of 3 prompts (dropped: 1 too long" in caplog.text
+
+
+def test_the_tokenizer_of_plain_prompts_ends_texts_and_writes_no_conversation(tmp_path: Path) -> None:
+    tokenizer = tiny_run(TINY).hooks.call.build_tokenizer(run=None)
+    assert (tokenizer.end_tokens, hasattr(tokenizer, "encode_chat")) == (frozenset({256}), False)
+    gone = tiny_run({**TINY, "data.path": str(tmp_path / "gone.jsonl")}).hooks.call.build_tokenizer(run=None)
+    assert hasattr(gone, "encode_chat"), "the data may have moved, and the template is known"

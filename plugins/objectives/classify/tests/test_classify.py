@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mplug_huggingface_format.export import FolderExport
 
 from mplug import UsageError
 from mplug.training.assembly import build
+from mplug_pretrained import ExportOptions, format_named
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
 
@@ -104,3 +106,15 @@ def test_a_label_at_the_end_needs_a_head_for_classes() -> None:
     alone = {field: value for field, value in TEXTS.items() if not field.startswith("objectives")}
     with pytest.raises(UsageError, match=r"data\.label_at=last is for data\.form=texts.*--objective classify"):
         tiny_run(alone)
+
+
+def test_an_export_has_the_names_of_the_classes() -> None:
+    shape = {"vocab_size": 260, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "ffn_hidden_size": 20}
+    settings = {**TEXTS, "model.name": "llama", **{f"model.{name}": value for name, value in shape.items()}}
+    run = tiny_run(settings)
+    export = format_named("huggingface").format.export(run, build(run).model, ExportOptions(None, 1 << 30))
+    assert isinstance(export, FolderExport)
+    assert export.config["architectures"] == ["LlamaForSequenceClassification"]
+    assert export.config["id2label"] == {"0": "short", "1": "long", "2": "other"}
+    assert export.conversion.shape("score.weight") == (3, 16)
+    assert "lm_head.weight" not in export.conversion.public

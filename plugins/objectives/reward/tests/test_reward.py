@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug import UsageError
+from mplug import Run, UsageError, Widths
 from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
 from mplug.training.batch_parts import without_extra_targets
-from mplug_pretrained.external_form import conversion, refuse_lossy
-from mplug_testing.harness import in_fp64, tiny_run
+from mplug_pretrained import ExportOptions, format_named
+from mplug_pretrained.public_load import fill_from, open_published, weights_of
+from mplug_pretrained.transfer import fill_theirs
+from mplug_testing.harness import in_fp64, tiny_run, train_steps
 from mplug_testing.objectives import ObjectiveSuite
 
 PAIRS: dict[str, Any] = {
@@ -162,10 +164,104 @@ def test_what_cannot_be_computed_is_refused_before_it_starts(sentence: str) -> N
         build_model(tiny_run({**PAIRS, **REFUSED[sentence]}))
 
 
-def test_an_export_without_a_place_for_the_head_is_refused() -> None:
-    model = build(tiny_run({**PAIRS, **UNTIED})).model
-    with pytest.raises(UsageError, match=f"no place for {SCORE}, so an export would lose it"):
-        refuse_lossy(conversion(model), set(model.parameters()))
+def written(parts: Parts, run: Run, folder: Path) -> Path:
+    """A folder with the model of a run in Hugging Face's form."""
+    values = {name: one.data for name, one in parts.model.parameters().items()} | parts.model.states()
+    export = format_named("huggingface").format.export(run, parts.model, ExportOptions(None, 1 << 30))
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return values[name][tuple(slice(one, one + size) for one, size in zip(start, shape, strict=True))]
+
+    def value_of(tensor: str, dtype: str) -> Tensor:
+        found = torch.empty(export.conversion.shape(tensor), dtype=getattr(torch, dtype))
+        fill_theirs(export.conversion.public[tensor], found, read)
+        return found
+
+    folder.mkdir()
+    export.write(folder, value_of)
+    return folder
+
+
+def begun_with(folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The parameters of a model that begins with a folder."""
+    run = tiny_run(in_fp64({**settings, "trainer.seed": 5}))
+    parts = build(run)
+    _, opened = open_published(folder)
+    fill_from(opened, run, parts.model, weights_of(parts.model))
+    return {name: one.data for name, one in parts.model.parameters().items()}
+
+
+def require_equal_scores(settings: dict[str, Any], folder: Path) -> None:
+    """An export gives the library's scores, and begins a run with the same weights."""
+    transformers = pytest.importorskip("transformers")
+    run = tiny_run(in_fp64(settings))
+    parts = build(run)
+    own = {name: one.data.clone() for name, one in parts.model.parameters().items()}
+    written(parts, run, folder)
+    library = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    library.set_experts_implementation("eager")  # grouped products compute no fp64
+    tokens = torch.arange(3, 20)
+    with torch.no_grad():
+        expected = own[SCORE] @ last_hidden(parts, tokens)
+        found = library(tokens[None]).logits[0]
+    assert found.shape == (1,)
+    assert float(abs(found - expected)[0]) < 1e-5 * float(abs(expected)[0])  # the library computes angles in fp32
+
+    again = begun_with(folder, settings)
+    unequal = {name for name, one in own.items() if not torch.equal(one, again[name])}
+    assert unequal <= {"head.project.weight"}, "the folder has no projection"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.wide("families", quick=["untied"])
+def test_an_export_gives_the_librarys_scores_and_begins_a_run(tied: bool, tmp_path: Path) -> None:
+    require_equal_scores({**PAIRS, **UNTIED, "model.tie_embeddings": tied}, tmp_path / "scores")
+
+
+KINDS = ["deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "mixtral"]
+KINDS += ["qwen2", "qwen3", "qwen3_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.wide("families", quick=[])
+def test_an_export_of_a_family_gives_the_librarys_scores(kind: str, tmp_path: Path) -> None:
+    from config_fields import SILENT, described, forms, tiny
+
+    settings = {
+        f"model.{name}": value for name, value in described(tiny(kind, **SILENT.get(kind, {}))).model_dump().items()
+    }
+    require_equal_scores({**PAIRS, **settings, "model.name": forms()[kind][0]}, tmp_path / "scores")
+
+
+def test_the_folder_of_a_language_model_begins_a_reward_model(tmp_path: Path) -> None:
+    settings = {**UNTIED, "kernels.default": None}
+    run = tiny_run(in_fp64(settings))
+    parts = build(run)
+    own = {name: one.data.clone() for name, one in parts.model.parameters().items()}
+    again = begun_with(written(parts, run, tmp_path / "logits"), {**PAIRS, **UNTIED})
+    assert again.keys() - own.keys() == {SCORE}
+    assert all(torch.equal(one, again[name]) for name, one in own.items())
+
+
+def test_an_export_that_the_library_has_no_class_for_is_refused() -> None:
+    settings = {**PAIRS, **UNTIED, "model.name": "granite"}
+    run = tiny_run(settings)
+    with pytest.raises(UsageError, match="no class with a head of scores for 'GraniteForCausalLM'"):
+        format_named("huggingface").format.export(run, build(run).model, ExportOptions(None, 1 << 30))
+
+
+def test_a_frozen_head_would_freeze_the_scores_and_is_refused() -> None:
+    with pytest.raises(UsageError, match=f"'head' also freezes the scores '{SCORE}'"):
+        build_model(tiny_run({**PAIRS, "model.frozen": ["head"]}))
+
+
+def test_beside_a_narrower_model_scores_learn_at_the_rate_of_a_table() -> None:
+    """With the base model's own widths, a run trains as without one; a vector of scores has m outputs and one input."""
+    base = {"model.mup_base": {"hidden_size": 32}}
+    plain, beside = (train_steps({**PAIRS, **UNTIED, **more}) for more in ({}, base))
+    assert beside.losses == plain.losses
+    wide = build_model(tiny_run({**PAIRS, **UNTIED, "model.mup_base": {"hidden_size": 16}}))
+    assert wide.placements[SCORE].parameter.widths == Widths(2.0, 1.0)
 
 
 UNTIED: dict[str, Any] = {

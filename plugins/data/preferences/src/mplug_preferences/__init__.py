@@ -105,8 +105,13 @@ class Preferences(ChatLoader):
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer: it also encodes special tokens that a text spells out, and writes and ends conversations."""
-        return self.vocabulary
+        """The tokenizer: it also encodes special tokens that a text spells out, and writes and ends conversations.
+
+        That of answers that are texts ends texts, and writes no conversation.
+        """
+        from mplug_preferences.lines import first_answer
+
+        return self.vocabulary_for(first_answer(self.config.path))
 
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> MapLoader:

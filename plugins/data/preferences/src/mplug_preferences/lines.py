@@ -59,6 +59,15 @@ def check_files(path: str, field: str, numbers: Container[str]) -> None:
         raise UsageError(f"{field} '{path}' has no pair of answers; set {field} to files with lines {FORM}")
 
 
+def first_answer(path: str) -> Answer | None:
+    """The first chosen answer of files; None if they cannot be read, because they may have moved since a run."""
+    try:
+        first = next(read_preferences(find_files(path)), None)
+    except UsageError:
+        return None
+    return None if first is None else first.chosen
+
+
 def read_preferences(files: list[Path], numbers: Container[str] = ()) -> Iterator[Preference]:
     """Every pair of the files, in order; UsageError names the first line without a valid one."""
     for where, record in read_values(files):

@@ -86,8 +86,13 @@ class Rollouts(ChatLoader):
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer: it also encodes special tokens that a text spells out, and writes and ends conversations."""
-        return self.vocabulary
+        """The tokenizer: it also encodes special tokens that a text spells out, and writes and ends conversations.
+
+        That of prompts that are texts ends texts, and writes no conversation.
+        """
+        from mplug_rollouts.lines import first_content
+
+        return self.vocabulary_for(first_content(self.config.path, self._given))
 
     @hookimpl
     def adapt_model(self, run: "Run", model: "Model") -> None:
@@ -124,7 +129,7 @@ class Rollouts(ChatLoader):
         from mplug_rollouts.sources import GivenSource, SampledSource
 
         own, trainer = self.config, run.config.trainer
-        prompts = self._prompts(split, trainer.seq_length // own.per_sample - own.max_tokens + 1)
+        prompts, num_dropped = self._prompts(split, trainer.seq_length // own.per_sample - own.max_tokens + 1)
         common: dict[str, Any] = {
             "pack": self._pack(trainer.seq_length),
             "vocab_size": self.vocabulary.vocab_size,
@@ -141,7 +146,7 @@ class Rollouts(ChatLoader):
 
             self._server = ServedSampler(run, own.server)
         complete = partial(self._complete if own.completions == "sampled" else self._served, run, prompts)
-        source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions)
+        source = SampledSource(run, own, self.vocabulary, prompts, complete, self.functions, num_dropped)
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
         self._source = source
@@ -225,14 +230,16 @@ class Rollouts(ChatLoader):
             return ""
         return "scored" if self.config.log_probabilities else "plain"
 
-    def _prompts(self, split: Split, length: int) -> "list[Encoded]":
+    def _prompts(self, split: Split, length: int) -> "tuple[list[Encoded], int]":
+        """The prompts of a split, and the number of those that are dropped."""
         from mplug_rollouts.encoding import Count, Encoder
         from mplug_rollouts.lines import of_split
 
         own, count = self.config, Count()
         found = of_split(split, own.path, own.validation_path, own.validation_percent, self._given)
         prompts = Encoder(self.vocabulary, length).of(found, count)
-        log.info("%s: %d of %d prompts (%s)", split, len(prompts), count.prompts, count)
+        level = logging.WARNING if count.dropped else logging.INFO
+        log.log(level, "%s: %d of %d prompts (%s)", split, len(prompts), count.prompts, count)
         if not prompts:
             own_files = split == "validation" and own.validation_path
             where = f"data.validation_path '{own.validation_path}'" if own_files else f"data.path '{own.path}'"
@@ -241,7 +248,7 @@ class Rollouts(ChatLoader):
                 f"{where}: no prompt of the {split} split can be used ({count.prompts} read; {count}; a prompt may "
                 f"have {length} tokens); use other prompts, or set a larger trainer.seq_length{remedy}"
             )
-        return prompts
+        return prompts, count.dropped
 
     def _pack(self, length: int) -> "Pack":
         from mplug_rollouts.samples import batch_of

@@ -23,6 +23,11 @@ class Count:
     too_long: int = 0
     with_special_tokens: int = 0
 
+    @property
+    def dropped(self) -> int:
+        """The number of prompts that are not used."""
+        return self.too_long + self.with_special_tokens
+
     def __str__(self) -> str:
         return f"dropped: {self.too_long} too long, {self.with_special_tokens} with a special token in their text"
 

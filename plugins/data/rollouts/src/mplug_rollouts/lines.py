@@ -57,6 +57,15 @@ def check_files(path: str, field: str, given: str) -> None:
         raise UsageError(f"{field} '{path}' has no prompt; set {field} to files with lines {GIVEN if given else FORM}")
 
 
+def first_content(path: str, given: str) -> str | list[dict[str, Any]] | None:
+    """The first prompt of files; None if they cannot be read, because they may have moved since a run."""
+    try:
+        first = next(read_prompts(find_files(path), given), None)
+    except UsageError:
+        return None
+    return None if first is None else first.content
+
+
 def read_prompts(files: list[Path], given: str = "") -> Iterator[Prompt]:
     """Every prompt of the files, in order; UsageError names the first line without a valid one.
 

@@ -104,9 +104,10 @@ class SampledSource:
         prompts: Sequence[Encoded],
         complete: Complete,
         functions: Functions,
+        num_dropped: int = 0,
     ) -> None:
         self.run, self.config, self.vocabulary, self.prompts = run, config, vocabulary, prompts
-        self.complete, self.functions = complete, functions
+        self.complete, self.functions, self.num_dropped = complete, functions, num_dropped
         self.seed, self.num_prompts = run.config.trainer.seed, len(prompts)
         self.order = Order(len(prompts), self.seed)
         self.fingerprint = fingerprint_of(prompts, config.num_generations, config.max_tokens, config.temperature)
@@ -191,6 +192,8 @@ class SampledSource:
         for number, name in enumerate(self.config.rewards):
             values = [one for group in rewarded for one in group.of_functions[number]]
             found[f"rewards/{name}/mean"], found[f"rewards/{name}/std"] = mean_of(values), deviation_of(values)
+        if self.num_dropped:
+            found["prompts/dropped"] = float(self.num_dropped)
         if timeouts := sum(one.timeouts for one in rewarded):
             found["rewards/timeouts"] = float(timeouts)
             log.warning(

@@ -5,6 +5,7 @@ pygal, the nearest library, would add four packages to the host, and its picture
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 Points = list[tuple[float, float]]
@@ -61,14 +62,28 @@ class Curve:
         return [(steps / number, losses / number) for steps, losses, number in self._sums]
 
 
-def svg(training: Curve, validation: Curve) -> str | None:
+@dataclass(frozen=True)
+class Figure:
+    """What a picture shows: its title, the name of its vertical axis, and those of both curves."""
+
+    title: str = "Loss over steps"
+    axis: str = "loss, nats per token"
+    training: str = "training loss"
+    validation: str = "validation loss"
+    may_be_logarithmic: bool = True
+
+
+LOSSES = Figure()
+
+
+def svg(training: Curve, validation: Curve, figure: Figure = LOSSES) -> str | None:
     """The picture of both curves; None if no step has a finite loss."""
-    curves = [("training loss", training, TRAINING), ("validation loss", validation, VALIDATION)]
+    curves = [(figure.training, training, TRAINING), (figure.validation, validation, VALIDATION)]
     points = [point for _, curve, _ in curves for point in curve.points()]
     if not points:
         return None
     last = max(step for step, _ in points)
-    losses, values, is_log = _loss_axis([loss for _, loss in points])
+    losses, values, is_log = _loss_axis([loss for _, loss in points], figure.may_be_logarithmic)
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / max(last, 1)
@@ -76,7 +91,7 @@ def svg(training: Curve, validation: Curve) -> str | None:
     def y(loss: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - losses(loss))
 
-    parts = [*_frame(is_log)]
+    parts = [*_frame(figure, is_log)]
     for loss in values:
         parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4.5:.1f}" text-anchor="end">{loss:g}</text>')
@@ -99,7 +114,7 @@ def svg(training: Curve, validation: Curve) -> str | None:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _frame(is_log: bool) -> Iterator[str]:
+def _frame(figure: Figure, is_log: bool) -> Iterator[str]:
     """The background and the names of the axes."""
     middle, unit = (TOP + HEIGHT - BOTTOM) / 2, ", log scale" if is_log else ""
     yield (
@@ -107,10 +122,10 @@ def _frame(is_log: bool) -> Iterator[str]:
         f'font-family="sans-serif" font-size="13" fill="{INK}">'
     )
     yield MARK
-    yield "<title>Loss over steps</title>"
+    yield f"<title>{figure.title}</title>"
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">step</text>'
-    yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">loss, nats per token{unit}</text>'
+    yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">{figure.axis}{unit}</text>'
 
 
 def smoothed(points: Points, reach: int) -> Points:
@@ -131,10 +146,10 @@ def _line(points: Points, colour: str, width: int = 2) -> Iterator[str]:
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points)
 
 
-def _loss_axis(losses: list[float]) -> tuple[Callable[[float], float], list[float], bool]:
+def _loss_axis(losses: list[float], may_be_logarithmic: bool) -> tuple[Callable[[float], float], list[float], bool]:
     """(the share of the axis below a loss, the ticks, whether the axis is logarithmic)."""
     low, high = min(losses), max(losses)
-    if low > 0 and high / low > LOGARITHMIC:
+    if may_be_logarithmic and low > 0 and high / low > LOGARITHMIC:
         values = log_ticks(low, high)
         first, last = math.log(values[0]), math.log(values[-1])
         return lambda loss: (math.log(loss) - first) / (last - first), values, True

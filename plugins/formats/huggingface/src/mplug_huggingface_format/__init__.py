@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mplug import UsageError, listed
 from mplug_huggingface_format.config_file import CONFIG, architectures_of, read_json
 from mplug_huggingface_format.model_config import config_of, has_forms, part_settings_of, settings_of
+from mplug_huggingface_format.scoring import class_with_scores
 from mplug_nn import part_forms_of
 from mplug_pretrained import DescribedModel, Format, PublicSettings
 
@@ -50,7 +51,11 @@ class HuggingFace(Format):
 
     def form_of(self, config: "RunConfig") -> str | None:
         """The architecture of the config.json that an export writes."""
-        return str(config_of(config)["architectures"][0]) if has_forms(config) else None
+        if not has_forms(config):
+            return None
+        name = str(config_of(config)["architectures"][0])
+        has_scores = any(hasattr(one.plugin, "computes") for one in config.chosen)
+        return class_with_scores(name) if has_scores else name
 
     def open_published(self, folder: Path) -> "PublishedFolder":
         """The folder, whose headers are read."""
@@ -71,7 +76,9 @@ class HuggingFace(Format):
 
     def usage(self, run: "Run", folder: str) -> list[str]:
         """The class of transformers; mplug's own commands if the folder has a tokenizer."""
-        clauses = [f'in transformers: transformers.{self.form_of(run.config)}.from_pretrained("{folder}")']
+        written = Path(folder, CONFIG)
+        name = architectures_of(read_json(written))[0] if written.is_file() else self.form_of(run.config)
+        clauses = [f'in transformers: transformers.{name}.from_pretrained("{folder}")']
         if Path(folder, "tokenizer.json").is_file():
             clauses.append(f"in mplug: mplug generate --pretrained {folder}, mplug evaluate --pretrained {folder} FILE")
         return clauses

@@ -15,6 +15,7 @@ from mplug_huggingface_format.config_file import CONFIG
 from mplug_huggingface_format.folder import INDEX, WHOLE
 from mplug_huggingface_format.kept import Kept, Published, published_in
 from mplug_huggingface_format.model_config import config_of, describes, extended_config
+from mplug_huggingface_format.scoring import scoring
 from mplug_pretrained import Conversion, Export, adapter_conversion, adapters_of, conversion, write_safetensors
 
 if TYPE_CHECKING:
@@ -107,10 +108,12 @@ class FolderExport(Export):
 def whole_model(run: "Run", model: "Model", options: "ExportOptions") -> FolderExport:
     """The export of the whole model, with its adapters merged into the weights."""
     original = published_in(options.kept) if options.kept is not None else None
+    made = conversion(model).written()
     config = _config_json(run, original)
+    if made.names.scores is not None:
+        config = scoring(config, made.names.scores.labels)
     weights = options.dtype or _dtype_of(config) or str(run.precision.weights)
     described = {**config, "dtype": weights}
-    made = conversion(model)
     export = FolderExport(made, described, weights, options.shard_bytes, original, options.dtype, merges=model.merges)
     if original is not None and options.dtype is None and config == original.config:
         return replace(export, config=original.config)

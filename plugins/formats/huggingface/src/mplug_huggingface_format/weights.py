@@ -33,7 +33,13 @@ class PublicWeights(FolderWeights):
     """The public tensors of a model in a folder. `read` returns any box of one, decoded if it is quantised."""
 
     def __init__(self, folder: PublicFolder, conversion: Conversion) -> None:
-        self.folder, self.conversion, self.links = folder, conversion, conversion.links
+        self.folder = folder
+        public = {*conversion.public, *conversion.duplicates}
+        names = conversion.names.public_names(folder.tensors.keys(), public)
+        self._names = {public: name for name, public in names.items()}
+        """The name in the folder of each tensor, by its public name."""
+        self.conversion = conversion.present_in(self._names)
+        self.links = self.conversion.links
         self._files = dict[str, Any]()
         self._stack = ExitStack()
         self._last: tuple[Any, Tensor] | None = None
@@ -63,13 +69,6 @@ class PublicWeights(FolderWeights):
     def stored(self) -> Mapping[str, Stored]:
         """The tensors of the folder, by their public names."""
         return {public: self.folder.tensors[name] for public, name in self._names.items()}
-
-    @cached_property
-    def _names(self) -> Mapping[str, str]:
-        """The name in the folder of each tensor, by its public name."""
-        public = {*self.conversion.public, *self.conversion.duplicates}
-        found = self.conversion.names.public_names(self.folder.tensors.keys(), public)
-        return {public: name for name, public in found.items()}
 
     @cached_property
     def widest(self) -> torch.dtype:

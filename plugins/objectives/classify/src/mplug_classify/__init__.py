@@ -26,7 +26,8 @@ class Classification:
         init_std: PositiveFloat = Field(0.02, description="standard deviation of the initial weights of the head")
 
     captures = True
-    suggestion = "see its curves with: mplug report {name}"  # scores of classes continue no text
+    computes = "scores of classes"  # in place of the logits of a text
+    suggestion = "see its curves with: mplug report {name}"
     layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
 
     def __init__(self, config: Config) -> None:
@@ -49,5 +50,5 @@ class Classification:
 
         label = "objectives/classify"
         if run.trains:
-            width = width_at_end(model, label)
-            set_objective(run, model, ClassLoss(width, len(self.config.labels), self.config.init_std), label)
+            loss = ClassLoss(width_at_end(model, label), self.config.labels, self.config.init_std)
+            set_objective(run, model, loss, label)

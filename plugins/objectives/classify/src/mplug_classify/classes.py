@@ -1,6 +1,6 @@
 """The loss of classes. B batch, S positions of this process, D embed, C classes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -16,8 +16,8 @@ class ClassLoss(ScoredObjective):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, dim: int, num_classes: int, init_std: float) -> None:
-        super().__init__(dim, num_classes, init_std, figures=("accuracy",))
+    def __init__(self, dim: int, labels: Sequence[str], init_std: float) -> None:
+        super().__init__(dim, labels, init_std, figures=("accuracy",))
 
     def forward(
         self,

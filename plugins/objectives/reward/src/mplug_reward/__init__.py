@@ -13,7 +13,8 @@ class RewardModel:
     """Gives chosen answers a higher score than rejected ones."""
 
     Config, captures = RewardConfig, True
-    suggestion = "see its curves with: mplug report {name}"  # a score continues no text
+    computes = "a score of an answer"  # in place of the logits of a text
+    suggestion = "see its curves with: mplug report {name}"
     layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
 
     def __init__(self, config: RewardConfig) -> None:

@@ -17,6 +17,8 @@ from mplug_reward.config import RewardConfig
 
 NEXT = "next_sequences"
 """The entry with the number of the sequence of the next position [B, S]; -1 at the last position of a document."""
+LABELS = ("reward",)
+"""The name of the score in a published form."""
 FIGURES = ("accuracy", "margin", "mean_reward")
 """The figures, with the names that TRL gives them."""
 
@@ -35,7 +37,7 @@ class RewardLoss(ScoredObjective):
         tokens = ("batch", "sequence")
         entries = {SEQUENCES: tokens, NEXT: tokens, DOCUMENTS: ("batch", "documents")}
         entries |= {MARGINS: tokens} if MARGINS in of_loader else {}
-        super().__init__(dim, 1, config.init_std, entries, FIGURES, {NEXT: Shift(SEQUENCES, 1, -1)})
+        super().__init__(dim, LABELS, config.init_std, entries, FIGURES, {NEXT: Shift(SEQUENCES, 1, -1)})
         self.config = config
 
     @staticmethod

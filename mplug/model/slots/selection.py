@@ -68,7 +68,7 @@ def select(
     for row in table:
         _refuse_two_wraps_at_one_layer(row)
     units, slots = _divided(table)
-    contents = [Filled(row.site, _supplier(row, kernels), row.wraps) for row in slots]
+    contents = [Filled(row.site, _supplier(row, kernels, run), row.wraps, _rivals(row, run)) for row in slots]
     contents = _without_idle_fallbacks(contents, kernels)
     unmet = [reason for row in units for reason in _reasons_of_wraps(row)]
     for row in slots:
@@ -118,13 +118,21 @@ def _refuse_two_wraps_at_one_layer(row: Row) -> None:
             )
 
 
-def _supplier(row: Row, kernels: "Kernels") -> Offer | None:
+def _rivals(row: Row, run: "Run") -> tuple[tuple[Offer, bool | str], ...]:
+    return tuple(
+        pair for pair in row.of_suppliers if row.site.kind not in run.config.kernels.kinds and pair[0].competes(run)
+    )
+
+
+def _supplier(row: Row, kernels: "Kernels", run: "Run") -> Offer | None:
     """The one supplier that fills a site, or None. Default kernels and fallbacks give way to other suppliers."""
     able, site = [offer for offer, answer in row.of_suppliers if answer is True], row.site
     if site.kind not in kernels.kinds:
         able = [offer for offer in able if offer.plugin not in kernels.defaults] or able
     able = [offer for offer in able if not offer.fallback] or able
     if all(offer.plugin in kernels.rivals for offer in able):
+        if run.config.trainer.graphs:
+            able = [offer for offer in able if offer.captures is True] or able
         able = sorted(able, key=lambda offer: (-offer.rate, kernels.rivals.index(offer.plugin)))[:1]
     if len(able) > 1:
         raise UsageError(

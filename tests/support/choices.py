@@ -41,11 +41,12 @@ def settings_of(family: str) -> dict[str, Any]:
 def hopper(flash: bool = True, chip: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Let plugins see a GPU, an H200 unless named, with Triton, cuDNN 9.15.1 and maybe flash-attn-4."""
     with (
-        patch("mplug.model.build.choose_device", lambda config: "cuda"),
-        patch.object(torch.cuda, "get_device_capability", lambda *_: chip),
+        patch("mplug.model.build.choose_device", lambda _: "cuda"),
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "get_device_capability", lambda: chip),
         patch.object(torch.backends.cudnn, "version", lambda: 91501),
         patch("mplug_flash.versions._is_installed", lambda name: flash and name == "flash-attn-4"),
-        patch("mplug_flash.versions._broken", lambda version: ""),
+        patch("mplug_flash.versions._broken", lambda _: ""),
         patch("mplug_triton.find_spec", lambda name: name),
     ):
         yield

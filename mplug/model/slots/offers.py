@@ -13,6 +13,7 @@ from mplug.model.slots.slot_buffer import SlotBuffer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mplug.config.binding import Kernels
     from mplug.run.run import Run
 
 UNIT = "Unit.call"
@@ -127,8 +128,8 @@ class Offer:
 
     `rate` orders the suppliers of default kernels, if the config names several: the one with the highest rate fills a
     site. It is the speed of forward and backward in TFLOP/s on an H200, measured at shapes of a large model. An offer
-    with the rate 0 does not compete. `captures` is the hook of this name for this supplier alone (None: the hook says it).
-    With `trainer.graphs`, an offer that competes and does not state True wins only if no other serves the site.
+    with the rate 0 does not compete. `captures` is the answer of this hook for this supplier; None: the plugin's.
+    With `trainer.graphs`, an offer that competes and does not state True wins only if none that states it serves.
 
     A supplier that `keeps_pairs` keeps a value for every pair of positions for backward. The estimate of
     a run's memory reads it.
@@ -159,16 +160,16 @@ class Offer:
         """Whether the supplier may keep buffers for a site."""
         return self.buffers is not _no_buffers
 
-    def competes(self, run: "Run") -> bool:
+    def competes(self, kernels: "Kernels") -> bool:
         """Whether it is of one of several default kernels, and has a rate."""
-        return self.rate > 0 and self.plugin in run.config.kernels.rivals
+        return self.rate > 0 and self.plugin in kernels.rivals
 
     def answer(self, site: Site, run: "Run") -> bool | str:
         """True, a reason against a site, or False if the offer is not meant for it; by its data, then by `supports`."""
         if not self.requires <= site.needs:
             return False
         if lacking := site.lacking(self.serves):
-            is_named = not self.optional or site.kind in run.config.kernels.kinds or self.competes(run)
+            is_named = not self.optional or site.kind in run.config.kernels.kinds or self.competes(run.config.kernels)
             return lacking if is_named else False
         limits = Limits(self.devices, self.dtypes, self.chips, self.shapes)
         return limits.reason(site.module, run) or self.supports(site, run)

@@ -27,7 +27,8 @@ class Version:
 
     `chips` are the major compute capabilities on which it has a backward pass. `head_dims` are the smallest and the
     largest head dim. `serves` are the needs that it serves beyond the plain case, and `chips_of` the major compute
-    capabilities for some of them, if they are fewer. `rate` is that of `Offer.rate`, measured on the major compute capabilities `measured`.
+    capabilities for some of them, if they are fewer. `rate` is that of `Offer.rate`; `measured` are the major compute
+    capabilities on which it was measured.
     """
 
     number: int
@@ -53,7 +54,8 @@ class Version:
 
     def rate_on(self, device: str) -> float:
         """Its rate; 0 on a GPU of a generation on which nothing has measured it."""
-        return self.rate if device != "cuda" or torch.cuda.get_device_capability()[0] in self.measured else 0.0
+        is_known = device != "cuda" or not torch.cuda.is_available()
+        return self.rate if is_known or torch.cuda.get_device_capability()[0] in self.measured else 0.0
 
     @property
     def installed(self) -> bool:

@@ -80,9 +80,9 @@ def rate_on(device: str) -> float:
     """The rate of attention; 0 on a GPU of a generation on which nothing has measured it."""
     if device != "cuda":
         return RATE
-    from torch.cuda import get_device_capability
+    from torch.cuda import get_device_capability, is_available
 
-    return RATE if get_device_capability()[0] == MEASURED else 0.0
+    return RATE if not is_available() or get_device_capability()[0] == MEASURED else 0.0
 
 
 def supports_attention(site: Site, run: "Run") -> bool | str:

@@ -1,7 +1,9 @@
 """Which default kernel fills attention on a GPU, by what kernels state: choices.yaml, on a machine without one."""
 
+from pathlib import Path
+
 import pytest
-from choices import CONDITIONS, FAMILIES, SAMPLING, chosen, hopper
+from choices import CONDITIONS, FAMILIES, SAMPLING, chosen, hopper, table
 
 FLASH, CUDNN, MASKED = ["flash (flash-attn-4)"], ["sdpa (cuDNN)"], ["sdpa (torch's matrix products)"]
 TORCH = ["sdpa (torch's choice)"]
@@ -33,6 +35,12 @@ def test_without_flash_attn_or_on_a_gpu_that_nothing_was_measured_on_others_fill
         assert (chosen("llama", "bf16"), chosen("gemma", "bf16")) == (CUDNN, ["triton"])
     with hopper(chip=(10, 0)):
         assert (chosen("llama", "bf16"), chosen("gemma", "bf16")) == (CUDNN, ["plain torch"])
+
+
+@pytest.mark.wide("layouts")
+def test_the_page_has_the_choice_of_every_family() -> None:
+    with hopper():
+        assert table() in (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
 
 
 @pytest.mark.wide("layouts")

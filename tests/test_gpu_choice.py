@@ -53,7 +53,8 @@ def test_a_family_trains_with_the_default_kernels_as_plain_torch_in_fp32(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, family: str, case: str
 ) -> None:
     own = {**settings_of(family), **COMMON, **CASES[case], "trainer.device": "cuda"}
-    print(f"{family}, {case}: {', '.join(chosen(family, 'packed' if 'packed' in case else 'bf16'))}")
+    kernels = chosen(family, "packed" if "packed" in case else "bf16", **{"trainer.device": "cuda"})
+    print(f"{family}, {case}: {', '.join(kernels)}")
     found = trained_steps(tmp_path, own)
     exact = expected(family, "packed" in case, tmp_path_factory.getbasetemp() / f"exact-{family}-{'packed' in case}")
     assert len(found) == STEPS

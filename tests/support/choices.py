@@ -52,19 +52,19 @@ def hopper(flash: bool = True, chip: tuple[int, int] = (9, 0)) -> Iterator[None]
         yield
 
 
-def built(family: str, condition: str) -> tuple[Run, Model, Sampler | None]:
+def built(family: str, condition: str, **changes: Any) -> tuple[Run, Model, Sampler | None]:
     """The model of a family under a condition, as a rank of a machine with a GPU builds it."""
     if condition != SAMPLING:
-        run = tiny_run({**settings_of(family), **CONDITIONS[condition]})
+        run = tiny_run({**settings_of(family), **CONDITIONS[condition], **changes})
         return run, build_model(run), None
     sampler = Sampler(padded=True)
     run = as_rank(sampling_run(tiny_config(settings_of(family)), sampler))
     return run, build_model(run), sampler
 
 
-def chosen(family: str, condition: str) -> list[str]:
+def chosen(family: str, condition: str, **changes: Any) -> list[str]:
     """The suppliers of attention, without repetition, in the order of blocks; with ' (caches grow)' if they do."""
-    run, model, sampler = built(family, condition)
+    run, model, sampler = built(family, condition, **changes)
     labels = [one.supplier_label(run).removeprefix("kernels/") for one in model.slots if one.site.slot == CORE]
     grows = " (caches grow)" if sampler is not None and sampler.growing else ""
     return [f"{label}{grows}" for label in dict.fromkeys(labels)]

@@ -30,6 +30,7 @@ SAMPLING, CORE = "sampling", "Attention.core"
 def settings_of(family: str) -> dict[str, Any]:
     """A run of a family in bf16 with the default kernels, on this machine's device."""
     return {
+        "model.name": FAMILIES[family]["name"],  # another model drops the fields that are set before it
         **{f"model.{name}": value for name, value in FAMILIES[family].items()},
         "kernels.default": LIST,
         "trainer.precision": "bf16",

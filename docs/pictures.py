@@ -41,6 +41,7 @@ CELL, MARGIN, TITLE = 44, 8, 18
 """Pixels of a rank's square, around a group of ranks, and of its title."""
 CURVES = Path(__file__).parent.parent / "benchmarks" / "mixer_curves.json"
 TRANSFER = CURVES.with_name("transfer.json")
+NEEDLES = CURVES.with_name("needles.json")
 WIDTHS = {128: "#7fa8d9", 256: "#1f5fa8", 512: "#12305c"}
 """The colours of the widths of benchmarks/transfer.py."""
 COLOURS = {"dense": "#b3541e", "hybrid": "#1f5fa8"}
@@ -211,6 +212,35 @@ def transfer(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
+def needles(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """The share of keys that each run finds, by the length of the text and the depth of the key; darker is more."""
+    panel, cell, wide = 250, 26, 44
+    depths = next(iter(runs.values()))["depths"]
+    height = TOP + cell * len(depths) + BOTTOM
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{len(runs) * panel}" height="{height}" '
+        f'viewBox="0 0 {len(runs) * panel} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{len(runs) * panel}" height="{height}" fill="#fff"/>',
+    ]
+    for number, (title, run) in enumerate(runs.items()):
+        left = number * panel + LEFT
+        drawn.append(f'<text x="{left}" y="16">{title}</text>')
+        for row, depth in enumerate(depths):
+            y = TOP + cell * row
+            drawn.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{depth:.0%}</text>')
+            for column, shares in enumerate(run["shares"].values()):
+                share, x = shares[row], left + wide * column
+                fill = "#{:02x}{:02x}{:02x}".format(*(round(244 + share * (end - 244)) for end in (31, 95, 168)))
+                colour = "#fff" if share > 0.5 else "#222"
+                drawn.append(f'<rect x="{x}" y="{y}" width="{wide - 2}" height="{cell - 2}" fill="{fill}"/>')
+                middle = f'x="{x + wide // 2 - 1}" y="{y + 16}" text-anchor="middle" fill="{colour}"'
+                drawn.append(f"<text {middle}>{share:.0%}</text>")
+        for column, length in enumerate(run["shares"]):
+            at = f'x="{left + wide * column + wide // 2 - 1}" y="{height - BOTTOM + 16}" text-anchor="middle"'
+            drawn.append(f"<text {at}>{int(length):,}</text>")
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """The name and the text of each picture."""
     for name in SCHEDULES:
@@ -219,6 +249,7 @@ def pictures() -> Iterator[tuple[str, str]]:
         yield f"{name}.svg", layout(name)
     yield "mixers.svg", curves(json.loads(CURVES.read_text()))
     yield "transfer.svg", transfer(json.loads(TRANSFER.read_text())["runs"])
+    yield "needles.svg", needles(json.loads(NEEDLES.read_text()))
 
 
 if __name__ == "__main__":

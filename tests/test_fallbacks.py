@@ -24,10 +24,10 @@ def without(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
 def test_a_run_does_without_the_default_kernel_and_strategy_that_are_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without(monkeypatch, "kernels/sdpa", "parallel/dp")
+    without(monkeypatch, "kernels/flash", "kernels/triton", "kernels/sdpa", "parallel/dp")
     config = resolve(Registry(), default_settings(), {})
-    assert (config.kernels.default, config.parallel.data) == (None, None)
-    assert config.settings["kernels", "default"].source.endswith("; 'sdpa' is not installed")
+    assert (config.kernels.defaults, config.parallel.data) == ((), None)
+    assert config.settings["kernels", "default"].source.endswith("; 'flash', 'triton' and 'sdpa' are not installed")
 
 
 def test_of_a_list_in_the_default_run_the_installed_kernels_remain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_what_the_user_names_is_never_dropped(monkeypatch: pytest.MonkeyPatch, f
 @pytest.mark.parametrize(
     ("settings", "rivals"),
     [
-        ([], ["sdpa"]),
-        (["kernels.sdpa.backend=math"], ["sdpa"]),
+        ([], ["flash", "triton", "sdpa"]),
+        (["kernels.sdpa.backend=math"], ["flash", "triton", "sdpa"]),
         (["kernels.default=flex"], ["flex"]),
         (["kernels.default=[flex]"], ["flex"]),
         (["kernels.default=[flex,sdpa,flex]"], ["flex", "sdpa"]),

@@ -189,7 +189,7 @@ def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[
     rows = dict(line.split(maxsplit=2)[::2] for line in sources.splitlines() if len(line.split(maxsplit=2)) == 3)
     assert rows["optimizer.lr"] == "default of optimizers/descent"
     assert rows["parallel.data"].endswith("; 'dp' is not installed")
-    assert rows["kernels.default"].endswith("; 'sdpa' is not installed")
+    assert rows["kernels.default"].endswith("; 'flash', 'triton' and 'sdpa' are not installed")
     assert distributions_of(alone.folder / "runs" / "one") == {"acme-solo", "mplug"}
 
 

@@ -1,6 +1,8 @@
 """Which supplier fills a site, which wraps surround it, and what is refused: `select` over sites and offers."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +37,17 @@ def wrap(plugin: str, slot: str, layer: int = 0, answer: bool | str = True, **da
 
 
 def selected(
-    sites: Iterable[Site | str], offers: Any, default: str | tuple[str, ...] | None = None, **kinds: str | None
+    sites: Iterable[Site | str],
+    offers: Any,
+    default: str | tuple[str, ...] | None = None,
+    graphs: bool = False,
+    **kinds: str | None,
 ) -> Selection:
     there = [at(one) if isinstance(one, str) else one for one in sites]
     offers = [offers] if isinstance(offers, Offer | Wrap) else offers
     kernels = Kernels(kinds, None, default) if isinstance(default, tuple) else Kernels(kinds, default)
-    return select(there, offers, kernels, None, known=SLOTS)  # type: ignore[arg-type]
+    run = SimpleNamespace(config=SimpleNamespace(kernels=kernels, trainer=SimpleNamespace(graphs=graphs)))
+    return select(there, offers, kernels, run, known=SLOTS)  # type: ignore[arg-type]
 
 
 def suppliers(*given: Any, **kinds: str | None) -> list[str]:
@@ -84,6 +91,16 @@ def test_of_several_default_kernels_the_fastest_that_serves_a_site_fills_it() ->
     assert suppliers([plain], [offer(ALL, CORE), fast], both) == [FAST], "an offer without a rate does not compete"
     assert suppliers([NORM], [offer(FAST, NORM)], both) == [PLAIN]
     assert suppliers([plain], [slow, fast, offer(TP, CORE)], both) == [TP], "they give way to a strategy"
+
+
+@pytest.mark.parametrize("unknown", [None, "has not been tested"])
+def test_in_a_graph_a_default_kernel_that_states_that_it_can_be_replayed_precedes_faster_ones(unknown: Any) -> None:
+    stated, faster = offer(ALL, CORE, rate=1.0, captures=True), offer(FAST, CORE, rate=2.0, captures=unknown)
+    found = selected([CORE], [stated, faster], (ALL, FAST), graphs=True)
+    assert [(one.supplier, len(one.rivals)) for one in found.filled] == [(ALL, 2)]
+    assert suppliers([CORE], [stated, faster], (ALL, FAST)) == [FAST]
+    other = replace(stated, captures=unknown)
+    assert [one.supplier for one in selected([CORE], [other, faster], (ALL, FAST), graphs=True).filled] == [FAST]
 
 
 def test_a_site_that_no_default_kernel_serves_keeps_plain_torch_if_that_serves_it() -> None:

@@ -22,7 +22,7 @@ def run(
 ) -> Any:
     """A run as an offer sees it; `others` are the kernels that it names by kind."""
     trainer = SimpleNamespace(precision=precision, deterministic=deterministic, seq_length=seq_length)
-    config = SimpleNamespace(trainer=trainer, kernels=SimpleNamespace(kinds=others))
+    config = SimpleNamespace(trainer=trainer, kernels=SimpleNamespace(kinds=others, rivals=()))
     return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
 
 

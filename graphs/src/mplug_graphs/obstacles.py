@@ -72,8 +72,9 @@ def _of_plugins(run: Run, model: Model, hooks: Iterable[str], beside: Collection
     for one in groups:
         answer = getattr(one.plugin, HOOK, None)
         answers[one.label] = one.call(HOOK, run=run, model=model) if callable(answer) else answer
-    for label in dict.fromkeys((*_in_a_step(run, model, hooks), *(one.label for one in groups))):
-        answer = True if label.partition("/")[0] in beside else answers.get(label)
+    labels = (*_in_a_step(run, model, hooks), *(one.label for one in groups))
+    parts = ((label, answers.get(label)) for label in labels if label.partition("/")[0] not in beside)
+    for label, answer in dict.fromkeys((*parts, *_of_offers(model))):
         if answer is None:
             yield f"{label} does not state that its part of a step can be replayed (the hook '{HOOK}')"
         elif answer is not True:
@@ -84,9 +85,15 @@ def _in_a_step(run: Run, model: Model, hooks: Iterable[str]) -> list[str]:
     """The labels of the plugins that take part in a step: by their hooks, or by what they supply or wrap."""
     by_hook = [label for hook in hooks for label in run.hooks.implementers(hook)]
     filled = [*model.slots, *model.unit_wraps]
-    suppliers = [one.offer.plugin for one in filled if one.offer is not None]
+    suppliers = [one.offer.plugin for one in filled if one.offer is not None and one.offer.captures is None]
     wraps = [wrap.plugin for one in filled for wrap in one.wraps]
     return [label for label in dict.fromkeys((*by_hook, *suppliers, *wraps)) if label in run.hooks.plugins]
+
+
+def _of_offers(model: Model) -> Iterator[tuple[str, bool | str | None]]:
+    """(plugin, answer) of selected suppliers that state it themselves (`Offer.captures`)."""
+    offers = (one.offer for one in model.slots if one.offer is not None)
+    return ((offer.plugin, offer.captures) for offer in offers if offer.captures is not None)
 
 
 def _of_draws(run: Run, model: Model) -> Iterator[str]:

@@ -11,6 +11,10 @@ def _needs_nothing(module: Any, entries: Container[str]) -> frozenset[str]:
     return frozenset()
 
 
+IN_ORDER = "order of positions"
+"""The need of a slot that joins sequences: positions in the order of the sequence."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A callable attribute of a building block that a plugin can replace. A block's class lists its slots in `SLOTS`.
@@ -38,8 +42,8 @@ class Slot:
     - `sums_tokens`: a supplier is called as `supplier(values, over)` and sums over the ranks that divide the axes
       `over` of tokens. The host supplies it.
     - `joins_sequences`: a supplier is called as `supplier(function, *tensors)` with tensors [B, S, ...] of this rank's
-      positions. It calls the function with those of whole sequences and returns this rank's part of the result. The
-      host supplies it.
+      positions. It calls the function with those of whole sequences and returns this rank's part of the result. A
+      module whose function needs them in the order of the sequence has the need `IN_ORDER`. The host supplies it.
     - `gathers_positions`: a supplier is called as `supplier(x)` with x [B, S, ...] of this rank's positions, between
       the products of a pair, where only the ranks that divide the entries divide the sequence. It returns the tensor of
       whole sequences, without a gradient, and this rank's positions in them: pairs (first, end). The host supplies it.

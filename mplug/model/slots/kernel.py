@@ -88,6 +88,7 @@ def kernel(
             dtypes=dtypes,
             chips=chips,
             rate=rate,
+            captures=captures,
             **chosen,
         )
         return Kernel(function, captures, offer)

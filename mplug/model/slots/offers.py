@@ -13,6 +13,7 @@ from mplug.model.slots.slot_buffer import SlotBuffer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mplug.config.binding import Kernels
     from mplug.run.run import Run
 
 UNIT = "Unit.call"
@@ -127,7 +128,8 @@ class Offer:
 
     `rate` orders the suppliers of default kernels, if the config names several: the one with the highest rate fills a
     site. It is the speed of forward and backward in TFLOP/s on an H200, measured at shapes of a large model. An offer
-    with the rate 0 does not compete.
+    with the rate 0 does not compete. `captures` is the answer of this hook for this supplier; None: the plugin's.
+    With `trainer.graphs`, an offer that competes and does not state True wins only if none that states it serves.
 
     A supplier that `keeps_pairs` keeps a value for every pair of positions for backward. The estimate of
     a run's memory reads it.
@@ -151,18 +153,23 @@ class Offer:
     shapes: Mapping[str, Container[int]] = field(default_factory=dict)
     keeps_pairs: bool = False
     rate: float = 0.0
+    captures: bool | str | None = None
 
     @property
     def keeps_buffers(self) -> bool:
         """Whether the supplier may keep buffers for a site."""
         return self.buffers is not _no_buffers
 
+    def competes(self, kernels: "Kernels") -> bool:
+        """Whether it is of one of several default kernels, and has a rate."""
+        return self.rate > 0 and self.plugin in kernels.rivals
+
     def answer(self, site: Site, run: "Run") -> bool | str:
         """True, a reason against a site, or False if the offer is not meant for it; by its data, then by `supports`."""
         if not self.requires <= site.needs:
             return False
         if lacking := site.lacking(self.serves):
-            is_named = not self.optional or site.kind in run.config.kernels.kinds
+            is_named = not self.optional or site.kind in run.config.kernels.kinds or self.competes(run.config.kernels)
             return lacking if is_named else False
         limits = Limits(self.devices, self.dtypes, self.chips, self.shapes)
         return limits.reason(site.module, run) or self.supports(site, run)
@@ -232,11 +239,15 @@ class Wrap:
 
 @dataclass(frozen=True)
 class Filled:
-    """The content of a site: its supplier (None: the default in plain torch) and its wraps, from inner to outer."""
+    """The content of a site: its supplier (None: the default in plain torch) and its wraps, from inner to outer.
+
+    `rivals` are the answers of default kernels that competed for the site.
+    """
 
     site: Site
     offer: Offer | None = None
     wraps: tuple[Wrap, ...] = ()
+    rivals: tuple[tuple[Offer, bool | str], ...] = ()
 
     @property
     def supplier(self) -> str:

@@ -68,7 +68,7 @@ def select(
     for row in table:
         _refuse_two_wraps_at_one_layer(row)
     units, slots = _divided(table)
-    contents = [Filled(row.site, _supplier(row, kernels), row.wraps) for row in slots]
+    contents = [Filled(row.site, _supplier(row, kernels, run), row.wraps, _rivals(row, kernels)) for row in slots]
     contents = _without_idle_fallbacks(contents, kernels)
     unmet = [reason for row in units for reason in _reasons_of_wraps(row)]
     for row in slots:
@@ -87,7 +87,7 @@ def _counts(offer: Offer, kernels: "Kernels", known: Mapping[str, Slot]) -> bool
     Of rivals, only offers with a rate count.
     """
     kinds = {known[slot].kind for slot in offer.suppliers if slot in known}
-    competes = offer.plugin in kernels.rivals and offer.rate > 0 and kinds.isdisjoint(kernels.kinds)
+    competes = offer.competes(kernels) and kinds.isdisjoint(kernels.kinds)
     is_named = all(kernels.chosen(kind) == offer.plugin for kind in kinds)
     return offer.plugin not in kernels.plugins or competes or is_named
 
@@ -118,13 +118,20 @@ def _refuse_two_wraps_at_one_layer(row: Row) -> None:
             )
 
 
-def _supplier(row: Row, kernels: "Kernels") -> Offer | None:
+def _rivals(row: Row, kernels: "Kernels") -> tuple[tuple[Offer, bool | str], ...]:
+    is_open = row.site.kind not in kernels.kinds
+    return tuple(pair for pair in row.of_suppliers if is_open and pair[0].competes(kernels))
+
+
+def _supplier(row: Row, kernels: "Kernels", run: "Run") -> Offer | None:
     """The one supplier that fills a site, or None. Default kernels and fallbacks give way to other suppliers."""
     able, site = [offer for offer, answer in row.of_suppliers if answer is True], row.site
     if site.kind not in kernels.kinds:
         able = [offer for offer in able if offer.plugin not in kernels.defaults] or able
     able = [offer for offer in able if not offer.fallback] or able
     if all(offer.plugin in kernels.rivals for offer in able):
+        if len(able) > 1 and run.config.trainer.graphs:
+            able = [offer for offer in able if offer.captures is True] or able
         able = sorted(able, key=lambda offer: (-offer.rate, kernels.rivals.index(offer.plugin)))[:1]
     if len(able) > 1:
         raise UsageError(

@@ -3,7 +3,7 @@
 B batch, S sequence, D embed, E experts, k experts chosen by a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mplug.layout.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
-from mplug.model.slots.declaration import Slot
+from mplug.model.slots.declaration import IN_ORDER, Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.sink import Weights, add_product
 from mplug_nn.dropout import Jitter
@@ -52,7 +52,21 @@ def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 SUMMED = Slot("Router.summed", "router", summed, sums_tokens=True)
-OVER_SEQUENCES = Slot("MixtureOfExperts.over_sequences", "router", over_sequences, joins_sequences=True)
+
+
+def _needs_of_capacity(module: nn.Module, entries: Container[str]) -> frozenset[str]:
+    """Of tokens whose gates are equal, the first ones keep their places with an expert."""
+    return frozenset() if getattr(module, "capacity_factor", None) is None else frozenset({IN_ORDER})
+
+
+OVER_SEQUENCES = Slot(
+    "MixtureOfExperts.over_sequences",
+    "router",
+    over_sequences,
+    serves={IN_ORDER},
+    needs=_needs_of_capacity,
+    joins_sequences=True,
+)
 
 
 @dataclass(frozen=True)

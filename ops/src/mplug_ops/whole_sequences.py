@@ -12,6 +12,7 @@ from torch import Tensor
 from mplug.layout.mesh import DocumentMap, Mesh
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
+from mplug.model.slots.declaration import IN_ORDER
 from mplug.model.slots.offers import Offer, Site
 from mplug.run.run import Run
 from mplug_ops.collectives import all_gather
@@ -19,6 +20,8 @@ from mplug_ops.collectives import all_gather
 
 def whole_sequences(run: Run, model: Model) -> list[Offer]:
     """The supplier of such slots: it gathers the positions of all ranks that divide the sequence, in sequence order.
+
+    If ranks divide samples by documents, the order is that of ranks.
 
     Collective: all ranks make the process group here, including ranks whose stage has no such slot. It is the group in
     which statistics are summed over a sequence (`token_sums`).
@@ -33,17 +36,21 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
 
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
+    by_documents = bool(_by_documents(run))
 
     def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         if group is None:
             return function(*tensors)
-        length = tensors[0].shape[1] * group.size()
+        own_length = tensors[0].shape[1]
+        if by_documents:  # positions differ from sample to sample; sites of this slot do not need their order
+            return function(*(all_gather(x, group, 1) for x in tensors)).narrow(1, own * own_length, own_length)
+        length = own_length * group.size()
         parts = usual if length == usual_length else parts_at(length)
         result = function(*(_in_order(all_gather(x, group, 1), parts) for x in tensors))
         return torch.cat([result[:, part.start : part.stop] for part in parts[own]], dim=1)
 
     slots = [slot.name for slot in model.declared.values() if slot.joins_sequences]
-    return [Offer({slot: over_sequences}, _is_of_tokens, plugin="host") for slot in slots]
+    return [Offer({slot: over_sequences}, _is_of_tokens, serves={IN_ORDER}, plugin="host") for slot in slots]
 
 
 def whole_keys(run: Run, model: Model) -> list[Offer]:
@@ -81,7 +88,7 @@ def _has_tokens(site: Site, run: Run) -> bool | str:
 
 def _is_of_tokens(site: Site, run: Run) -> bool | str:
     if site.sequence == TOKENS_AXIS:
-        return _by_documents(run) or True
+        return (_by_documents(run) if IN_ORDER in site.needs else "") or True
     return f"it gathers the positions of tokens, and the rows of this unit lie along '{site.sequence}'"
 
 

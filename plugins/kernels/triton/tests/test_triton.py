@@ -104,7 +104,7 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 
 CORE, NORM, QKV, ACTIVATION = "Attention.core", "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
 DISPATCH, COMBINE, LARGEST = "Experts.dispatch", "Experts.combine", "LargestLogits.maximum"
-OFFERS = Triton(Triton.Config()).offer()
+OFFERS = Triton(Triton.Config()).offer(run("cpu"))
 NAMED = dict.fromkeys(("attention", "largest_logits", "norm", "qk", "activation", "dispatch"), "kernels/triton")
 
 
@@ -236,7 +236,10 @@ def test_an_interpreter_runs_on_a_cpu_and_without_triton_it_says_what_to_install
 
 @pytest.mark.wide("suites")
 def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; from mplug_triton import Triton; Triton(Triton.Config()).offer()"
+    code = (
+        "import sys; from types import SimpleNamespace; sys.modules['triton'] = None; from mplug_triton import Triton; "
+        "Triton(Triton.Config()).offer(SimpleNamespace(device='cpu'))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -224,9 +224,26 @@ def test_what_a_method_cannot_compute_is_refused_with_what_would_do(layout: str,
     assert_refused(layout, {}, *words)
 
 
+EXPERTS = {**tiny_models.EXPERTS, **BY_DOCUMENTS, **DOCUMENTS, "model.z_loss_coefficient": 0.001}
+BALANCED: dict[str, dict[str, Any]] = {
+    "sequence": {"model.moe_balance": "sequence", "model.aux_loss_coefficient": 0.05},
+    "micro batch": {"model.moe_balance": "micro_batch", "model.aux_loss_coefficient": 0.05},
+    "global batch": {"model.moe_balance": "global_batch", "model.aux_loss_coefficient": 0.05},
+    "bias": {"model.expert_bias_rate": 0.01},
+    "sinkhorn": {"model.moe_router_score": "sinkhorn"},
+}
+
+
+@pytest.mark.wide("layouts", quick=["cp2ep2-sequence"])
+@pytest.mark.parametrize("balance", BALANCED)
+@pytest.mark.parametrize("layout", ["cp2", "cp2tp2", "cp2pp2", "cp2ep2"])
+def test_experts_are_balanced_over_documents_that_stay_whole(layout: str, balance: str) -> None:
+    require_parity({**EXPERTS, **BALANCED[balance]}, layout)
+
+
 @pytest.mark.parametrize("kernels", ["sdpa", ["sdpa", "flex"]])
-def test_experts_that_compute_over_sequences_are_refused_if_documents_stay_whole(kernels: object) -> None:
-    settings = {**tiny_models.EXPERTS, **BY_DOCUMENTS, **DOCUMENTS, "kernels.default": kernels}
+def test_experts_with_a_capacity_are_refused_if_documents_stay_whole(kernels: object) -> None:
+    settings = {**EXPERTS, "model.capacity_factor": 1.0, "kernels.default": kernels}
     assert_refused(
         "cp2ep2", settings, "it gathers positions in sequence order, and 'cp' divides each sample by its doc"
     )

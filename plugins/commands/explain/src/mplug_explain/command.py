@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mplug import Axis, Model, Placement, Run
+    from mplug.commands import Filled
 
 
 @click.command()
@@ -72,6 +73,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", longest: float | None
         ("Precision", _precision(run, model)),
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
+        *([("Choice among kernels.default", choice)] if (choice := _choice(run, model)) else []),
         *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
         *([("Adapters alone", _adapters(model))] if model.adapters is not None else []),
         ("Mixed outside of slots", _mixing(model)),
@@ -261,6 +263,32 @@ def _slots(run: "Run", model: "Model") -> str:
         key = (filled.site.role, filled.site.slot, filled.supplier_label(run), wraps)
         groups[key] += 1
     return table(("SITE", "COUNT", "SLOT", "SUPPLIER", "WRAPS"), [(key[0], n, *key[1:]) for key, n in groups.items()])
+
+
+def _choice(run: "Run", model: "Model") -> str:
+    """A table of the default kernels that competed for each role of sites: why one fills it, and the others do not."""
+    rows = dict[tuple[str, ...], None]()
+    for filled in model.slots:
+        for plugin in run.config.kernels.rivals if filled.rivals else ():
+            why = _why(run, filled, plugin)
+            rows[filled.site.role, filled.site.slot, plugin, why] = None
+    return table(("SITE", "SLOT", "KERNEL", "CHOICE"), [*rows]) if rows else ""
+
+
+def _why(run: "Run", filled: "Filled", plugin: str) -> str:
+    """Why a default kernel fills a site, or does not."""
+    answers = [(offer, answer) for offer, answer in filled.rivals if offer.plugin == plugin]
+    able = max((offer for offer, answer in answers if answer is True), key=lambda offer: offer.rate, default=None)
+    if able is None:
+        reasons = [answer for _, answer in answers if isinstance(answer, str)]
+        return reasons[0] if reasons else "does not compete: nothing has measured it on this GPU"
+    if filled.supplier == plugin:
+        return f"chosen: {able.rate:g} TFLOP/s"
+    if not any(offer is filled.offer for offer, _ in filled.rivals):
+        return f"gives way to {filled.supplier}"
+    if run.config.trainer.graphs and able.captures is not True:
+        return f"cannot be in a graph: it {able.captures or 'does not state that it can'}"
+    return f"slower: {able.rate:g} TFLOP/s"
 
 
 def _slot_buffers(model: "Model", rank: int) -> str:

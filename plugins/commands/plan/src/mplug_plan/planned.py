@@ -241,7 +241,7 @@ class Planner:
             found["kernels"] = {
                 kind: "sdpa" if kind in ("default", "attention") else None
                 for kind, name in self._chosen.items()
-                if name in self.kernels.assumed
+                if not {*(name if isinstance(name, list) else [name])}.isdisjoint(self.kernels.assumed)
             }
         if "tp" in layout and not self.is_set("parallel", "tp", "overlap"):
             found["parallel"] = {"tp": {"overlap": True}}

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from mplug import MAY_CHANGE, Offer, Site, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Model, Run
+    from mplug import Run
+
+PACKED_HEADS = "has not been tested in a CUDA graph with packed heads"
 
 
 class Flash:
@@ -45,25 +47,11 @@ class Flash:
                 varies,
                 note=partial(_note, version),
                 serves=SERVED,
-                rate=VERSIONS[version].rate,
+                rate=VERSIONS[version].rate_on(run.device),
+                captures=VERSIONS[version].captures if not self.config.packed_heads else PACKED_HEADS,
             )
             for version in self._candidates
         ]
-
-    @hookimpl
-    def captures(self, run: "Run", model: "Model") -> bool | str:
-        """True for flash-attn 4, which a GPU has replayed to the bit (tests/test_gpu_graphs.py)."""
-        from mplug_flash.attention import core
-
-        slot = "Attention.core"
-        filled = [one.offer for one in model.slots if one.offer is not None and one.site.slot == slot]
-        used = {one.suppliers[slot] for one in filled}
-        deterministic = run.config.trainer.deterministic
-        untested = {core(number, deterministic): f"flash-attn {number}" for number in (3, 2)}
-        untested[core(4, deterministic, packed_heads=True)] = "packed heads"
-        for supplier in used & untested.keys():
-            return f"has not been tested in a CUDA graph with {untested[supplier]}"
-        return True
 
     @property
     def _candidates(self) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ class Version:
 
     `chips` are the major compute capabilities on which it has a backward pass. `head_dims` are the smallest and the
     largest head dim. `serves` are the needs that it serves beyond the plain case, and `chips_of` the major compute
-    capabilities for some of them, if they are fewer. `rate` is that of `Offer.rate`; only version 4's is measured.
+    capabilities for some of them, if they are fewer. `rate` is that of `Offer.rate`; `measured` are the major compute
+    capabilities on which it was measured.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Version:
     chips: tuple[int, ...]
     head_dims: tuple[int, int]
     rate: float = 0.0
+    measured: tuple[int, ...] = ()
     dropout: bool = False
     serves: frozenset[str] = frozenset({DOCUMENTS, FULL})
     chips_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
@@ -44,6 +46,16 @@ class Version:
     def name(self) -> str:
         """'flash-attn-4'."""
         return f"flash-attn-{self.number}"
+
+    @property
+    def captures(self) -> bool | str:
+        """True for version 4, which a GPU has replayed to the bit (tests/test_gpu_graphs.py); else the reason."""
+        return self.number == 4 or f"has not been tested in a CUDA graph with flash-attn {self.number}"
+
+    def rate_on(self, device: str) -> float:
+        """Its rate; 0 on a GPU of a generation on which nothing has measured it."""
+        is_known = device != "cuda" or not torch.cuda.is_available()
+        return self.rate if is_known or torch.cuda.get_device_capability()[0] in self.measured else 0.0
 
     @property
     def installed(self) -> bool:
@@ -67,15 +79,12 @@ VERSIONS = {
         chips=(9, 10, 11, 12),
         head_dims=(64, 128),
         rate=588.0,
+        measured=(9,),
         serves=frozenset({DOCUMENTS, FULL, LOG_SUM_EXP, WINDOW, SOFT_CAP, SINKS}),
         chips_of=dict.fromkeys((WINDOW, SOFT_CAP, SINKS), (9, 10, 11)),
     ),
-    3: Version(
-        3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256), rate=550.0
-    ),
-    2: Version(
-        2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), rate=350.0, dropout=True
-    ),
+    3: Version(3, ("flash-attn-3", "flashattn-hopper"), "flash_attn_interface", chips=(9,), head_dims=(8, 256)),
+    2: Version(2, ("flash-attn",), "flash_attn", chips=(8, 9, 10, 11, 12), head_dims=(8, 256), dropout=True),
 }
 SERVED = frozenset().union(*(version.serves for version in VERSIONS.values()))
 """Needs that some version serves."""

@@ -37,8 +37,8 @@ class Flex:
 
         supplier = {"Attention.core": attention}
         return [
-            Offer(supplier, partial(supports, "cuda"), serves=OFFERED, rate=RATE),
-            Offer(supplier, partial(supports, "cpu"), note=_note, serves=OFFERED),
+            Offer(supplier, partial(supports, "cuda"), serves=OFFERED, rate=RATE, captures=self.captures),
+            Offer(supplier, partial(supports, "cpu"), note=_note, serves=OFFERED, captures=self.captures),
         ]
 
 

@@ -59,6 +59,7 @@ class SDPA:
                 note=partial(_note, name),
                 serves=SERVED,
                 rate=RATES[name],
+                captures=self.captures,
             )
             for name in candidates
         ]

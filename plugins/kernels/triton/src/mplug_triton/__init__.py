@@ -23,8 +23,8 @@ TURNING = frozenset({"scaled rotary", "coordinate rotary"})
 SWIGLU = "swiglu"
 WIDEST_HEAD = 256
 """Maximum width of a head, in elements, whose tiles attention holds in shared memory."""
-RATE = 220.0
-"""`Offer.rate` of attention: measured with windows (benchmarks/windows.py)."""
+RATE, MEASURED = 220.0, 9
+"""`Offer.rate` of attention with windows (benchmarks/windows.py), and the major compute capability that it is of."""
 AMPERE = (8, 0)
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
@@ -45,7 +45,7 @@ class Triton:
         self.config = config
 
     @hookimpl
-    def offer(self) -> list[Offer]:
+    def offer(self, run: "Run") -> list[Offer]:
         """Offer attention, its largest logits and its preparation, norms, the rows of experts, and the activation."""
         from mplug_nn import specification as needs
         from mplug_nn.largest_logits import HIDING
@@ -59,7 +59,14 @@ class Triton:
         served = {needs.FULL, needs.DOCUMENTS, needs.WINDOW, needs.SOFT_CAP, needs.SINKS, needs.POSITION_GROUPS}
         served |= {needs.KEY_LENGTH, *needs.CAPABILITIES}
         return [
-            Offer({"Attention.core": attention}, supports_attention, serves=served, optional=True, rate=RATE),
+            Offer(
+                {"Attention.core": attention},
+                supports_attention,
+                serves=served,
+                optional=True,
+                rate=rate_on(run.device),
+                captures=self.captures,
+            ),
             Offer({"LargestLogits.maximum": maximum}, supports_largest_logits, serves=HIDING, optional=True),
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
@@ -69,12 +76,22 @@ class Triton:
         ]
 
 
+def rate_on(device: str) -> float:
+    """The rate of attention; 0 on a GPU of a generation on which nothing has measured it."""
+    if device != "cuda":
+        return RATE
+    from torch.cuda import get_device_capability, is_available
+
+    return RATE if not is_available() or get_device_capability()[0] == MEASURED else 0.0
+
+
 def supports_attention(site: Site, run: "Run") -> bool | str:
     """True for heads up to WIDEST_HEAD without dropout, on a GPU from Ampere on or in Triton's interpreter.
 
-    For other sites the reason, or False if the config does not name a kernel for attention.
+    For other sites the reason, or False if the config neither names a kernel for attention nor lets kernels compete.
     """
-    return _answer(_reason_against_attention(site, run), "attention", run)
+    reason = _reason_against_attention(site, run)
+    return reason if reason and run.config.kernels.rivals else _answer(reason, "attention", run)
 
 
 def supports_largest_logits(site: Site, run: "Run") -> bool | str:

@@ -49,45 +49,39 @@ class QuackGroups(GroupedProduct):
 
 
 @operator("mplug_quack::multiply_groups")
-def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, alternating: bool = False) -> Tensor:
+def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """rows [M, I] times the matrix of each row's group: weight [e, O, I] if `transposed`, else [e, I, O] -> [M, O].
 
-    `ends` [e] int32: the index after the last row of each group. Rows after the last group are not written. If
-    `alternating`, numbers of the first and of the second half of dimension 1 of the weight alternate in the rows or in
-    the result.
+    `ends` [e] int32: the index after the last row of each group. Rows after the last group are not written.
     """
     weight = weight.contiguous()
     y = rows.new_empty(rows.shape[0], weight.shape[1] if transposed else weight.shape[2])
     if y.numel():
-        matrices, halves = weight if transposed else weight.mT, ("B",) if alternating else None
-        _multiply(ends, aligned_rows(rows), matrices, y, cu_seqlens_m=bounds_of(ends), concat_layout=halves)
+        matrices = weight if transposed else weight.mT
+        _multiply(ends, aligned_rows(rows), matrices, y, cu_seqlens_m=bounds_of(ends))
     return y
 
 
 @fake("mplug_quack::multiply_groups")
-def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, alternating: bool = False) -> Tensor:
+def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1] if transposed else weight.shape[2])
 
 
 @operator("mplug_quack::add_multiplied_groups", mutates_args=("total", "stale"))
-def add_multiplied_groups(
-    total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor, alternating: bool = False
-) -> None:
+def add_multiplied_groups(total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
     """total [e, O, I] += aᵀ b of each group, with a [M, O] and b [M, I]; the products overwrite a total that is stale.
 
-    The kernel writes or adds in the dtype of `total`. A group without rows has the product 0. If `alternating`, columns
-    of the first and of the second half of O alternate in a.
+    The kernel writes or adds in the dtype of `total`. A group without rows has the product 0.
     """
     if not a.shape[0]:
         if stale:
             total.zero_()
     elif total.is_contiguous() and total.data_ptr() % 16 == 0:
         a, b = aligned_rows(a), aligned_rows(b)
-        more: dict[str, Any] = {"concat_layout": ("out",) if alternating else None, "add_to_output": not stale}
-        _multiply(ends, a.t(), b.t(), total, cu_seqlens_k=bounds_of(ends), **more)
+        _multiply(ends, a.t(), b.t(), total, cu_seqlens_k=bounds_of(ends), add_to_output=not stale)
     else:
         products = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-        add_multiplied_groups(products, torch.ones((), dtype=torch.bool), a, b, ends, alternating)
+        add_multiplied_groups(products, torch.ones((), dtype=torch.bool), a, b, ends)
         total.copy_(products) if stale else total.add_(products)
     stale.fill_(False)
 

@@ -5,9 +5,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from mplug import Site
-from mplug_quack.experts import KIND
 from mplug_quack.mlp import KINDS
-from mplug_quack.needs import EPILOGUES, FUSED_PRODUCTS, PRODUCTS, missing
+from mplug_quack.needs import EPILOGUES, PRODUCTS, missing
 from mplug_quack.rows import ALIGNED
 
 if TYPE_CHECKING:
@@ -22,20 +21,11 @@ def supports_mlp(site: Site, run: "Run") -> bool | str:
     return _supports(run, (inputs, outputs), f"this MLP has widths {inputs} and {outputs}", EPILOGUES)
 
 
-def supports_swiglu_experts(site: Site, run: "Run") -> bool | str:
-    """True for experts with SwiGLU where `supports_experts` is; else the reason, or False for other activations."""
-    return site.module.kind == KIND and _supports_experts(site, run, FUSED_PRODUCTS)
-
-
 def supports_experts(site: Site, run: "Run") -> bool | str:
     """True for experts in bf16 on a Hopper GPU with QuACK installed; else the reason."""
-    return _supports_experts(site, run, PRODUCTS)
-
-
-def _supports_experts(site: Site, run: "Run", module: str) -> bool | str:
     (outputs, inputs), (_, hidden) = (_part(site, run, weight) for weight in ("up", "down"))
     stated = f"a rank's part of these experts has widths {inputs}, {outputs} and {hidden}"
-    return _supports(run, (inputs, outputs, hidden), stated, module)
+    return _supports(run, (inputs, outputs, hidden), stated, PRODUCTS)
 
 
 def _supports(run: "Run", widths: Iterable[int], stated: str, module: str) -> bool | str:

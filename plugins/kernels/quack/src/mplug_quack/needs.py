@@ -9,8 +9,8 @@ import torch
 DISTRIBUTION = "quack-kernels"
 CHIP = 9
 """The major compute capability of Hopper; the epilogues rely on the arguments that QuACK's Hopper kernels pass."""
-EPILOGUES, PRODUCTS, FUSED_PRODUCTS = "mplug_quack.epilogues", "quack.gemm", "quack.gemm_interface"
-"""The modules that the kernels of an MLP need, those of experts, and those of experts with their activation."""
+EPILOGUES, PRODUCTS = "mplug_quack.epilogues", "quack.gemm"
+"""The modules that the kernels of an MLP need, and those of experts."""
 
 
 @cache

@@ -230,7 +230,7 @@ def test_bytes_that_are_counted_fast_are_those_of_a_build(layout: str, words: st
 @pytest.mark.parametrize(("layout", "gpus"), [("", 1), ("tp2", 2), ("pp2", 2), ("fsdp2", 2), ("tp2pp2", 4)])
 def test_products_of_all_ranks_take_the_flops_of_the_plan(layout: str, gpus: int) -> None:
     """On a machine whose memory is infinitely fast and whose products have no beginning and no end."""
-    machine = replace(H100, half_depth=0, copy_rate=1e30)
+    machine = replace(H100, half_depth=0, half_length=0, copy_rate=1e30)
     one = built(layout, gpus, machine=machine)
     units = Costs(one.run, one.model, machine, Kernels()).units().values()
     parts = [unit.seconds for unit in units]
@@ -245,8 +245,9 @@ def test_products_of_all_ranks_take_the_flops_of_the_plan(layout: str, gpus: int
 
 
 def test_recomputed_units_run_their_forward_pass_twice_and_keep_less() -> None:
+    machine = replace(H100, power=None)  # at the same clock
     plain, again = (
-        planner("", 1).built("", ("trainer.micro_batch_size=1", *more)).planned()
+        planner("", 1, machine).built("", ("trainer.micro_batch_size=1", *more)).planned()
         for more in ((), ("memory.recompute.mode=full",))
     )
     assert again.memory < plain.memory

@@ -114,7 +114,7 @@ def _of_shapes(rates: Mapping[str, float], clocks: Mapping[str, float]) -> dict[
     return found
 
 
-def _grouped(machine: Machine, rates: Mapping[str, float], clocks: Mapping[str, float]) -> dict[str, float]:
+def _grouped(machine: Machine, rates: Mapping[str, float], clocks: Mapping[str, float]) -> dict[str, Any]:
     """The parts of the rate of single products that grouped ones reach: means over the measured shapes."""
     parts: dict[str, list[float]] = {}
     for name, rate in rates.items():

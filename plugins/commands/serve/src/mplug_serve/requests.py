@@ -79,7 +79,7 @@ class Completion(Asked):
 
     prompt: Annotated[str | list[int], PlainValidator(_text_or_tokens)]
     max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=0)
+    logprobs: int | None = Field(None, ge=0)
     return_token_ids: bool = False
 
 

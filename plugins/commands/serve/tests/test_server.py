@@ -200,14 +200,14 @@ MALFORMED: dict[str, tuple[str, Any, int, str]] = {
     "list": ("/v1/completions", [1], 400, "must be a JSON object"),
     "no prompt": ("/v1/completions", {}, 400, "'prompt': field required"),
     "empty": ("/v1/completions", {"prompt": ""}, 400, "'prompt'"),
-    "kind": ("/v1/completions", {"prompt": 5}, 400, "'prompt': input should be a valid string"),
+    "kind": ("/v1/completions", {"prompt": 5}, 400, "'prompt': input should be a text, or a list"),
     "field": (
         "/v1/completions",
         {**PROMPT, "max_tokns": 5},
         400,
-        "'max_tokns' is no field of this request; leave it out (fields: max_tokens, ",
+        "'max_tokns' is no field of this request; leave it out (fields: logprobs, max_tokens, ",
     ),
-    "unsupported": ("/v1/completions", {**PROMPT, "logprobs": 5}, 400, "'logprobs' is not supported"),
+    "unsupported": ("/v1/completions", {**PROMPT, "logprobs": 5}, 400, "'logprobs' above 0 is not supported"),
     "negative": ("/v1/completions", {**PROMPT, "max_tokens": -5}, 400, "greater than or equal to 1"),
     "text": ("/v1/completions", {**PROMPT, "max_tokens": "5"}, 400, "valid integer"),
     "nan": ("/v1/completions", b'{"prompt": "ab", "temperature": NaN}', 400, "'temperature'"),
@@ -290,7 +290,7 @@ def test_a_full_queue_refuses_a_request_and_time_ends_one_that_waits() -> None:
 def test_nobody_computes_for_a_client_that_has_gone(streams: bool) -> None:
     with serving(replace(LIMITS, context=60, max_tokens=50)) as (client, engine):
         begun = threading.Event()
-        take, engine._take = engine._take, lambda lane, token: (begun.set(), time.sleep(0.1), take(lane, token))  # type: ignore[method-assign]
+        take, engine._take = engine._take, lambda new: (begun.set(), time.sleep(0.1), take(new))  # type: ignore[method-assign]
         connection = http.client.HTTPConnection("127.0.0.1", client.port)
         body = json.dumps({"prompt": "ab", "max_tokens": 50, "stream": streams})
         connection.request("POST", "/v1/completions", body)
@@ -343,7 +343,7 @@ def test_a_stop_ends_answers_in_time_and_cuts_a_client_that_does_not_read(
 ) -> None:
     monkeypatch.setattr(connections, "LINGER", 0.5)
     with stoppable(60, 0.3, monkeypatch) as (client, engine, server), ThreadPoolExecutor(1) as clients:
-        take, engine._take = engine._take, lambda lane, token: (time.sleep(0.1), take(lane, token))  # type: ignore[method-assign]
+        take, engine._take = engine._take, lambda new: (time.sleep(0.1), take(new))  # type: ignore[method-assign]
         asked = clients.submit(client.ask, "/v1/completions", {**PROMPT, "max_tokens": 40})
         half = socket.create_connection(("127.0.0.1", client.port))
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")

@@ -120,6 +120,8 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
         asked = parsed(Completion, await self._body(request))
+        if asked.logprobs:
+            raise Refused(400, "'logprobs' above 0 is not supported; 0 gives the log-probability of each token alone")
         if asked.stream and (asked.logprobs is not None or asked.return_token_ids):
             raise Refused(400, "'logprobs' and 'return_token_ids' belong to whole answers; leave out 'stream'")
         if isinstance(asked.prompt, list):

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 MOST_CHOICES = 64
 UNSUPPORTED: Mapping[str, Any] = {
@@ -61,15 +62,24 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
 
 
+def _text_or_tokens(value: Any) -> str | list[int]:
+    """A prompt; a text may be given by the numbers of its tokens."""
+    is_list = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    if not value or not (isinstance(value, str) or is_list):
+        raise PydanticCustomError("prompt", "input should be a text, or a list with the numbers of its tokens")
+    found: str | list[int] = value
+    return found
+
+
 class Completion(Asked):
     """POST /v1/completions. `prompt` is a text, or the numbers of its tokens.
 
     `logprobs` 0: the log-probability of each token. `return_token_ids`: the numbers of the tokens, as in vLLM.
     """
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[str | list[int], PlainValidator(_text_or_tokens)]
     max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=0)
+    logprobs: int | None = Field(None, ge=0)
     return_token_ids: bool = False
 
 

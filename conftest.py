@@ -84,7 +84,7 @@ WIDE = {
     "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
     "report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, every field of every Config, all kernel "
-    "cases for kernels/flex, `plugins check` of every package in tests/packages, and the types of the code (mypy)",
+    "cases for kernels/flex, and `plugins check` of every package in tests/packages",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""
 

@@ -381,11 +381,7 @@ def test_the_pages_show_what_ctrl_c_prints() -> None:
     assert STOPPING.decode() in (ROOT / "docs" / "preprocess.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["ruff check .", "ruff format --check .", pytest.param("mypy", marks=pytest.mark.wide("suites"))],
-)
+@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])
 def test_the_code_is_formatted_linted_and_typed(command: str) -> None:
-    """`.ci/run` checks the types, which takes half a minute where nothing is cached."""
     finished = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -76,24 +76,25 @@ class Step:
 
 def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
     """The step of a run. `held` are the bytes of a rank between steps."""
-    step = _at_own_clock(run, model, machine, kernels, held)
-    if machine.power is None:
-        return step
-    parts = step.parts
-    memory = parts["norms, activations, loss"] + parts["update"]
-    clock = machine.power.clock(parts["products"], parts["attention"], memory)
-    return _at_own_clock(run, model, machine.at(clock), kernels, held)
+    if machine.power is not None:
+        chunks, _ = _passes(run, model, machine, kernels)
+        parts = _parts(chunks, model, max(run.micro_batch_counts()))
+        memory = parts["norms, activations, loss"] + _update(run, model, machine, held)
+        machine = machine.at(machine.power.clock(parts["products"], parts["attention"], memory))
+    return _at_own_clock(run, model, machine, kernels, held)
+
+
+def _passes(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels") -> tuple[list[Pass], float]:
+    """The passes of each chunk, and the seconds of gathered weights that a micro batch hides."""
+    units = Costs(run, model, machine, kernels).units()
+    made = [_pass([units[name] for name in names], machine) for names in model.stages.units]
+    return [one for one, _ in made], sum(hidden for _, hidden in made) / max(len(made), 1)
 
 
 def _at_own_clock(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
     """The step, if each part runs at the clock at which it was measured alone."""
-    costs = Costs(run, model, machine, kernels)
-    units, micro_batches = costs.units(), max(run.micro_batch_counts())
-    chunks, gathering = [], 0.0
-    for names in model.stages.units:
-        made, hidden = _pass([units[name] for name in names], machine)
-        chunks.append(made)
-        gathering += hidden / max(len(model.stages.units), 1)
+    micro_batches = max(run.micro_batch_counts())
+    chunks, gathering = _passes(run, model, machine, kernels)
     transfer = 0.0
     if model.stages.table is not None:
         transfer = _transfer(run, model, machine)

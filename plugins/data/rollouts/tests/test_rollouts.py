@@ -276,9 +276,10 @@ class TestRollouts(DataSuite):
         (
             "completions", "rewards", "reward_weights", "reward_seconds", "reward_processes", "num_generations",
             "prompts_per_rollout", "repeats", "temperature", "lanes", "graphs", "save", "validation_path",
+            "cache_tokens", "server",
             "validation_percent", "log_probabilities", "template", "special_tokens", "max_tokens",
         ),
-        "it is of sampled completions or of messages, which the tests of this file train on",
+        "it is of sampled or served completions or of messages, which other tests train on",
     )  # fmt: skip
 
 

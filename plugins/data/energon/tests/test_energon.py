@@ -13,8 +13,6 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pair_deaths import healed
-from pair_runs import errors, failures, follow, worst
 
 from mplug import Loader, MicroBatch, RunError, UsageError
 from mplug.model.build import build_model
@@ -162,14 +160,6 @@ def test_streams_resume_exactly_after_a_kill_under_any_layout_whose_ranks_divide
 def test_worker_processes_resume_exactly_after_a_kill(text_set: Path) -> None:
     workers = {"data.path": str(text_set), "data.streams": 2, "data.num_workers": 1}
     require_exact_resume({**TINY, **workers}, "dp2", [8], "", count=8)
-
-
-@pytest.mark.wide("kills")
-def test_a_run_with_worker_processes_goes_on_after_a_death(text_set: Path, tmp_path: Path) -> None:
-    own = {"data.path": str(text_set), "data.streams": 2, "data.num_workers": 1, "trainer.precision": "fp64"}
-    expected = follow({**TINY, **own, "data.num_workers": 0}, tmp_path / "one")
-    traces = healed({**TINY, **own, "parallel.layout": "dp2", "extensions.heal": {"every": 1, "spares": 1}}, tmp_path)
-    assert failures(worst(errors(traces, expected))) == []
 
 
 # Images.

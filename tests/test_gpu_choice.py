@@ -37,6 +37,7 @@ COMMON = {
     "trainer.global_batch_size": 4,
     "trainer.compile": "never",
     "schedule.warmup_steps": 2,
+    "optimizer.lr": 5e-4,  # with the default rate, plain torch in bf16 is off by up to 2%: the experts choose otherwise
 }
 
 

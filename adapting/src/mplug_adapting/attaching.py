@@ -9,6 +9,7 @@ from torch import nn
 from mplug.layout.inits import ZEROS, Inits
 from mplug.layout.names import compiled
 from mplug.layout.plan import TOKENS_AXIS, Parameter, Plan
+from mplug.layout.widths import Widths
 from mplug.layout.work import Work
 from mplug.model.plans.description import describe_added
 from mplug.model.plans.work import work_of
@@ -25,6 +26,8 @@ def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]
             raise ValueError(f"'{parent_name}' cannot have an adapter: its block states so (adaptable=False)")
         setattr(parent, attribute, module)
     parameters, buffers = describe_added(modules, Inits(ZEROS, ZEROS))
+    if any(one.widths for one in plan.parameters.values()):  # a narrower base model has none of them either
+        parameters = {name: replace(one, widths=one.widths or Widths()) for name, one in parameters.items()}
     work = tuple(_added_work(plan, modules))
     of_tokens = {unit.name for unit in plan.units if unit.sequence == TOKENS_AXIS}
     per_token = sum(one.flops.per_token for one in work if one.unit in of_tokens)

@@ -349,7 +349,7 @@ def _process(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if rehearse is not None:
         rehearse(*arguments)
-    gc.freeze()  # a collection after a death looks at what the run has made, not at the modules: that takes 0.3 s
+    gc.freeze()  # a collection after a death looks at what the run has made, not at the modules
     membership = inbox.take()
     while membership is not None:
         if membership.rank is None:

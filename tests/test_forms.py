@@ -60,7 +60,7 @@ def test_the_help_of_train_shows_the_values_of_the_default_run() -> None:
     text = " ".join(CliRunner().invoke(main, ["train", "--help"], terminal_width=200).output.split())
     for words in (
         "(an installed plugin). [default: gpt]", "[default: 950]", "[default: 0.005]", "[default: fp32]",
-        "[default: sdpa]", "[default: 8]",
+        "[default: flash, triton, sdpa]", "[default: 8]",
     ):  # fmt: skip
         assert words in text
 

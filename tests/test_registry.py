@@ -323,7 +323,8 @@ def test_a_run_says_where_its_plugins_came_from_and_observers_see_it_although_on
     record = json.loads((run / "record.json").read_text())
     assert record["mplug"] == version("mplug")
     plugins = {plugin["plugin"]: plugin for plugin in record["plugins"]}
-    ours = {"models/gpt", "optimizers/adamw", "data/mock", "kernels/sdpa", "precisions/fp32"}
+    kernels = {"kernels/flash", "kernels/triton", "kernels/sdpa"}
+    ours = {"models/gpt", "optimizers/adamw", "data/mock", "precisions/fp32", *kernels}
     ours |= {"extensions/losspicture", "extensions/watchdog"}
     assert set(plugins) == {*ours, "extensions/watch", "extensions/stumble"}
     watch, gpt = plugins["extensions/watch"], plugins["models/gpt"]

@@ -363,7 +363,7 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
     [
         (("--prompts", "some.txt", "--prompt", "a"), "--prompt is one prompt, and --prompts a file of them"),
         (("--output", "o"), "--output is the file for the texts of --prompts"),
-        (("--cache-tokens", "9"), "--cache-tokens is room that the texts of --prompts share"),
+        (("--cache-tokens", "9"), "--cache-tokens is the room that the texts of --prompts share"),
         (("--prompts", "some.txt", "--output", "some.txt"), "both name 'some.txt'"),
         (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
         (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),

@@ -12,7 +12,7 @@ from mplug_testing import CommandSuite
 from mplug_testing.harness import tiny_run
 
 pytest.importorskip("lm_eval")
-from mplug_lm_eval.command import command  # noqa: E402
+from mplug_lm_eval.command import command
 
 
 class TestLmEval(CommandSuite):

@@ -24,6 +24,7 @@ class Room:
 class PagedRoom(Room):
     """The room in pages. A prompt needs those of its rows and of one more; a prompt that repeats the last needs one.
 
+    When no page is free, the last prompt gives up its pages, and a prompt that repeats it needs as many as any other.
     No text has more than `most` pages.
     """
 
@@ -35,9 +36,9 @@ class PagedRoom(Room):
 
     def takes(self, prompt: Sequence[int]) -> bool:
         """Whether the next prompt may begin; the room that it takes is gone then."""
-        repeats = tuple(prompt) == self.last
-        needed = 1 if repeats else min(self.pages.needed(len(prompt) + 1), self.most)
-        left = (self.with_last if repeats else self.without_last) - needed
+        left = self.with_last - 1 if tuple(prompt) == self.last else -1
+        if left < 0:
+            left = self.without_last - min(self.pages.needed(len(prompt) + 1), self.most)
         if left < 0:
             return False
         self.last, self.with_last, self.without_last = tuple(prompt), left, left

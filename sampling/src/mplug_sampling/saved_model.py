@@ -177,6 +177,19 @@ def checkpoint_of(run: "Run", directory: Path, step: int | None) -> "SavedModel"
     return weights
 
 
+def refuse_scores(run: "Run", directory: Path) -> None:
+    """Raise UsageError if the objective of a run gives its model another end than logits (the attribute `computes`)."""
+    from mplug import UsageError
+
+    for chosen in run.config.chosen:
+        if computes := getattr(chosen.plugin, "computes", ""):
+            raise UsageError(
+                f"the model of run '{directory}' computes {computes} ({chosen.label}), and continues no text; write it "
+                f"for software that computes scores (mplug checkpoint export FOLDER --to huggingface --name "
+                f"{directory.name}), or name another run with --name"
+            )
+
+
 def end_tokens(folder: Path) -> frozenset[int]:
     """The tokens that end a text, by a published folder."""
     from mplug_pretrained import format_of

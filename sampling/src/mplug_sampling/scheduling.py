@@ -20,11 +20,15 @@ class Schedule(Generic[T]):
         self.tokens_of = tokens_of
         self.free, self.waiting, self.running = deque(range(num_lanes)), deque(waiting), dict[int, T]()
 
-    def begin(self, room: "Room") -> list[tuple[int, T]]:
-        """Take the next texts that have a lane and room; returns them with their lanes."""
+    def begin(self, room: "Room", may: Callable[[T], bool] | None = None) -> list[tuple[int, T]]:
+        """Take the next texts that have a lane and room, up to one that may not begin yet; returns them with lanes."""
         begun = []
-        while self.free and self.waiting and room.takes(self.tokens_of(self.waiting[0])):
-            lane, text = self.free.popleft(), self.waiting.popleft()
+        while self.free and self.waiting:
+            text = self.waiting[0]
+            if not ((may is None or may(text)) and room.takes(self.tokens_of(text))):
+                break
+            lane = self.free.popleft()
+            self.waiting.popleft()
             self.running[lane] = text
             begun.append((lane, text))
         return begun

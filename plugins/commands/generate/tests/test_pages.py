@@ -139,6 +139,21 @@ def test_completions_of_a_prompt_share_its_pages_until_they_write_to_them() -> N
     assert sorted(pages.free) == [*range(1, 10)]
 
 
+def test_a_prompt_that_fills_all_pages_begins_again_after_its_text_has_ended() -> None:
+    """Its text ends at once, so no page was written; a batch that waits for room would wait forever."""
+    _, sampler = built(FAMILIES["llama"])
+    lanes = lanes_of(sampler, 1, cache_tokens=CONTEXT, page_size=PAGE)
+    prompt = [one % 9 for one in range(CONTEXT - 1)]
+    lanes.begin(0, prompt, 1, Sampling(0.0))
+    lanes.end(0)
+    assert lanes.room().takes(prompt)
+    whole = lanes_of(sampler, 1)
+    for one in (lanes, whole):
+        one.begin(0, prompt, 1, Sampling(0.0))
+    assert lanes.step() == whole.step()
+    assert lanes.put_back == []
+
+
 def test_a_cache_without_room_for_one_text_is_refused() -> None:
     _, sampler = built(FAMILIES["llama"])
     with pytest.raises(UsageError, match=f"no room for one text of {CONTEXT} tokens"):

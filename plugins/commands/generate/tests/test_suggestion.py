@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_generate.command import _refuse_scores
 from mplug_generate.suggestion import after_training
 
 from mplug import UsageError
+from mplug_sampling.saved_model import refuse_scores
 from mplug_testing.harness import tiny_run
 
 RUNS: dict[str, tuple[dict[str, Any], str]] = {
@@ -34,4 +34,4 @@ def test_a_run_is_advised_for_sampling_if_its_model_continues_texts(kind: str, t
 def test_a_run_that_computes_scores_is_refused() -> None:
     run = tiny_run({"data.name": "mock", "data.pairs": True, "data.documents": 4, "objectives.reward": {}})
     with pytest.raises(UsageError, match=r"computes a score of an answer \(objectives/reward\), and continues no text"):
-        _refuse_scores(run, Path("runs/mine"))
+        refuse_scores(run, Path("runs/mine"))

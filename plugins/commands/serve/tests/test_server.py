@@ -21,13 +21,13 @@ import torch.distributed as dist
 from mplug_bytes import ByteTokenizer
 from sampled import CONTEXT, FAMILIES, built, texts
 
-from mplug import UsageError
+from mplug import RunError, UsageError
 from mplug_sampling import Lanes, Ranks, Sampling, Text, complete, sample_key
 from mplug_testing import run_workers
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-from mplug_serve import connections  # noqa: E402
+from mplug_serve import connections, work  # noqa: E402
 from mplug_serve.api import Served, application  # noqa: E402
 from mplug_serve.connections import Server  # noqa: E402
 from mplug_serve.engine import Answer, Engine, Event, follow  # noqa: E402
@@ -466,6 +466,54 @@ def test_weights_are_loaded_when_the_texts_that_run_have_ended(tmp_path: Path) -
             engine.load_folder("other").result(20)
         assert running == [0, 0]
         assert {one.result() for one in asked} == {client.completion("ab", max_tokens=30)}
+
+
+def test_a_folder_whose_client_has_gone_is_not_loaded_and_weights_loaded_in_part_end_the_server() -> None:
+    with serving(started=False) as (_, engine):
+        loaded: list[str] = []
+
+        def load(folder: str) -> None:
+            loaded.append(folder)
+            raise RunError("the disk is gone")
+
+        engine.load_weights = load
+        assert engine.load_folder("gone").cancel()
+        waiting = engine.load_folder("broken")
+        with pytest.raises(RunError, match="the disk is gone"):
+            engine.run()
+        assert loaded == ["broken"]
+        with pytest.raises(Refused, match="could not be loaded whole"):
+            waiting.result(0)
+
+
+def test_only_texts_that_were_put_back_begin_while_weights_wait() -> None:
+    with serving(started=False) as (_, engine):
+        text = Text(ByteTokenizer(), [1], frozenset())
+        old, new = (Answer((1,), Sampling(0.0), 0, 9, text, [].append, 1e9) for _ in range(2))
+        old.taken.append(2)
+        engine.submit([new])
+        engine._texts.waiting.appendleft(old)
+        engine.load_folder("some")
+        engine._step()
+        assert [*engine._texts.running.values()] == [old]
+        assert [*engine._texts.waiting] == [new]
+
+
+def test_a_folder_is_refused_before_a_weight_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, sampler = built(GPT)
+    for folder, sentence in ((tmp_path / "none", "is no folder"), (tmp_path, "no installed format reads")):
+        with pytest.raises(UsageError, match=sentence):
+            work.load_weights(run, sampler, str(folder))
+    with pytest.raises(UsageError, match=r"cannot be read: .*too long"):
+        work.load_weights(run, sampler, str(tmp_path / ("x" * 5000)))
+
+    def fails(*_: Any) -> None:
+        raise UsageError("two copies differ")
+
+    monkeypatch.setattr(work, "_refuse_folder", lambda *_: None)
+    monkeypatch.setattr("mplug_pretrained.public_load.load_public_for_inference", fails)
+    with pytest.raises(RunError, match="loaded in part: two copies differ"):
+        work.load_weights(run, sampler, str(tmp_path))
 
 
 def test_a_failure_of_the_model_ends_all_answers_and_is_reported() -> None:

@@ -1,12 +1,16 @@
 """Answers of a server that completes prompts: what is wrong with one is said, and what passes is asked again."""
 
 import json
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mplug_rollouts import served as served_module
 from mplug_rollouts import server
 from mplug_rollouts.config import RolloutsConfig, ServerConfig
 from mplug_rollouts.server import Client, Want
@@ -62,6 +66,7 @@ def test_a_request_that_fails_is_sent_again_with_the_key(served: Any, monkeypatc
     path, key, body = asked[2]
     assert (path, key) == ("/v1/completions", "Bearer secret")
     sampling = {"max_tokens": 3, "temperature": 0.7, "seed": 7, "logprobs": 0, "return_token_ids": True}
+    sampling |= {"top_p": 1.0, "top_k": 0}
     assert body == {"prompt": [4, 5], "model": "m", **sampling}
 
 
@@ -81,6 +86,7 @@ BAD = [
     ((200, choice([1, 2, 3, 9], [-1.0] * 4)), "has not between 1 and 3 tokens"),
     ((200, choice([1, 9], [-1.0])), "2 tokens and 1 log-probabilities"),
     ((200, choice([10, 9], [-1.0, -1.0])), "has the token 10, and the tokenizer of the run has 10 tokens"),
+    ((200, choice([True, 9], [-1.0, -1.0])), "has the token True"),
     ((200, choice([1, 9], [-1.0, 0.5])), "has the log-probability 0.5"),
     ((200, choice([1, 9], [None, -0.5])), "has the log-probability None"),
     ((200, choice([1, 2], [-1.0, -1.0])), "ends after 2 of 3 tokens without an end token of the run"),
@@ -109,6 +115,7 @@ def test_a_server_that_is_not_there_and_a_key_that_is_not_set_are_named(monkeypa
     ("fields", "sentence"),
     [
         ({"server": {"addresses": ["127.0.0.1:8000"]}}, "is no address of a server"),
+        ({"server": {"addresses": ["http://me:secret@a"]}}, "has no user and password"),
         ({"completions": "served"}, "belong together"),
         ({"server": {"addresses": ["http://a"]}}, "belong together"),
         ({"completions": "served", "server": {"addresses": ["http://a"]}, "graphs": True}, "graphs is of the sampler"),
@@ -117,3 +124,40 @@ def test_a_server_that_is_not_there_and_a_key_that_is_not_set_are_named(monkeypa
 def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         RolloutsConfig(path="a.jsonl", rewards=["m:f"], **fields)
+
+
+def program(path: Path, lines: str) -> str:
+    """A program in the place of Python, which gets: -m mplug checkpoint export FOLDER ..."""
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_export_that_writes_many_warnings_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", 'head -c 200000 /dev/zero >&2; mkdir "$5"'))
+    exports = served_module.Exports(tmp_path, "huggingface")
+    exports.add(4)
+    deadline = time.monotonic() + 20
+    while (found := exports.finished()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found == (4, tmp_path / "served" / "step_00000004")
+
+
+def test_an_export_that_does_not_end_is_killed_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = 'trap "" TERM; mkdir "${5%/*}/.export-1"; touch begun; while :; do sleep 0.1; done'
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", lines))
+    monkeypatch.setattr(served_module, "PATIENCE", 0.1)
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    exports = served_module.Exports(run, "huggingface")
+    exports.add(4)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    process = exports._process
+    exports.close()
+    assert process is not None
+    assert process.poll() is not None
+    assert [*(run / "served").iterdir()] == []

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 pytest.importorskip("transformers")
 
 from config_fields import described, distance, forms, plugin_of, tiny
+from mplug_huggingface_format import HuggingFace
 
 from mplug_nn import written_config
 from mplug_nn.public_form import ReadField
@@ -266,3 +267,13 @@ def tiny_of_folder(run: Path) -> list[str]:
     name = model.pop("name")
     settings = [f"model.{field}={json.dumps(value)}" for field, value in model.items()]
     return ["--model", name, *(word for one in settings for word in ("--set", one))]
+
+
+@pytest.mark.parametrize(("name", "continues"), [("LlamaForCausalLM", True), ("LlamaForSequenceClassification", False)])
+def test_sampling_is_advised_for_models_that_continue_texts_alone(name: str, continues: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run: Any = None  # the folder says it
+    clauses = HuggingFace(run).usage(run, str(tmp_path))
+    assert f"transformers.{name}.from_pretrained" in clauses[0]
+    assert any("mplug generate" in one for one in clauses) is continues

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.commands import Finite, UserPath
-from mplug_sampling.saved_model import ModelOptions, checkpoint_of, end_tokens, graphs_option, model_options
+from mplug_sampling.saved_model import (
+    ModelOptions,
+    checkpoint_of,
+    end_tokens,
+    graphs_option,
+    model_options,
+    refuse_scores,
+)
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -275,7 +282,7 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     at_step(directory / "checkpoints", asked.step)  # refuses a step that is absent
     base = saved_settings(directory)
     run, overrides = settle_forward(base, asked.sampling_settings(), world, 1)
-    _refuse_scores(run, directory)
+    refuse_scores(run, directory)
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
         raise UsageError(
@@ -296,19 +303,6 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
     wanted = replace(wanted, ends=frozenset(getattr(tokenizer, "end_tokens", ())))
     return Job(base, overrides, checkpoint_of(run, directory, asked.step), wanted), run
-
-
-def _refuse_scores(run: "Run", directory: Path) -> None:
-    """Raise UsageError if the objective of a run gives its model another end than logits (the attribute `computes`)."""
-    from mplug import UsageError
-
-    for chosen in run.config.chosen:
-        if computes := getattr(chosen.plugin, "computes", ""):
-            raise UsageError(
-                f"the model of run '{directory}' computes {computes} ({chosen.label}), and continues no text; write it "
-                f"for software that computes scores (mplug checkpoint export FOLDER --to huggingface --name "
-                f"{directory.name}), or name another run with --name"
-            )
 
 
 def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":

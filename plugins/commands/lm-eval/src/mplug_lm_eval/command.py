@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.commands import Finite
-from mplug_sampling.saved_model import ModelOptions, model_options
+from mplug_sampling.saved_model import ModelOptions, model_options, refuse_scores
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -144,4 +144,6 @@ class Asked(ModelOptions):
         found = self.chosen(
             self.settings("lm-eval", "trainer.eval_every=0"), world, 1, self.max_length or LONGEST, UNKNOWN
         )
+        if found.directory is not None:
+            refuse_scores(found.run, found.directory)
         return Job(found.base, found.overrides, found.weights, wanted), found.run

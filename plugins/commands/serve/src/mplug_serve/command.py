@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.commands import Finite
-from mplug_sampling.saved_model import ModelOptions, graphs_option, model_options
+from mplug_sampling.saved_model import ModelOptions, graphs_option, model_options, refuse_scores
 
 if TYPE_CHECKING:
     from mplug.commands import World
@@ -156,6 +156,8 @@ class Asked(ModelOptions):
         if self.context is not None and self.pretrained is not None:
             own.append(f"trainer.seq_length={self.context}")
         found = self.chosen(self.settings("serve", *own), world, 1, LONGEST)
+        if found.directory is not None:
+            refuse_scores(found.run, found.directory)
         context = found.run.config.trainer.seq_length
         if self.context is not None and self.context > context:
             raise UsageError(

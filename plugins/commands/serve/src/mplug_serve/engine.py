@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class Load(NamedTuple):
 
 Command = Begin | End | Load | Literal["step", "stop"]
 Loading = Callable[[str], None]
-"""Loads the weights of a folder, on every rank; UsageError if they are those of another model."""
+"""Loads the weights of a folder, on every rank; UsageError, on every rank, if it is refused and nothing has changed."""
 Exchange = Callable[[Sequence[Command]], Sequence[Command]]
 """The commands of rank 0 -> the same commands, on every rank."""
 
@@ -187,11 +187,9 @@ class Engine:
                 return False
             self._end_overdue()
             ended, left, self._left = [End(lane) for lane in self._left], self._left, []
-            has_begun = bool(self._texts.waiting and self._texts.waiting[0].taken)  # it was put back
-            holds = bool(self._loads) and not has_begun
-            taken = [] if holds else self._texts.begin(self.lanes.room(left))
+            taken = self._texts.begin(self.lanes.room(left), self._may_begin)
             begun = [Begin(lane, one.tokens, one.key, one.sampling, len(one.taken)) for lane, one in taken]
-            loading = self._loads.popleft() if holds and not self._texts.running else None
+            loading = None if self._texts.running else next(self._wanted_loads(), None)
         if loading is not None:
             self._load(ended, *loading)
             return True
@@ -205,13 +203,27 @@ class Engine:
             self._texts.put_back(lane for lane in self.lanes.put_back if lane in self._texts.running)
         return True
 
+    def _may_begin(self, answer: Answer) -> bool:
+        """While new weights wait, only texts that were put back begin again: they end with the weights they had."""
+        return not self._loads or bool(answer.taken)
+
+    def _wanted_loads(self) -> "Iterator[tuple[str, Future[None]]]":
+        """Take the folders to load, without those whose clients have gone."""
+        while self._loads:
+            folder, done = self._loads.popleft()
+            if done.set_running_or_notify_cancel():
+                yield folder, done
+
     def _load(self, ended: Sequence[Command], folder: str, done: "Future[None]") -> None:
+        """Load a folder, on all ranks. One that is refused changes no weight; a failure ends the engine."""
         assert self.load_weights is not None
-        commands = self.exchange([*ended, Load(folder)])
         try:
-            computed(self.lanes, commands, load=self.load_weights)
+            computed(self.lanes, self.exchange([*ended, Load(folder)]), load=self.load_weights)
         except UsageError as error:
             done.set_exception(Refused(400, str(error)))
+        except BaseException:
+            done.set_exception(Refused(503, "the server stops, because the weights could not be loaded whole"))
+            raise
         else:
             done.set_result(None)
 
@@ -246,8 +258,8 @@ class Engine:
                 answer.send(Event("", "refused", stopped))
             self._texts.running.clear()
             self._texts.waiting.clear()
-            while self._loads:
-                self._loads.popleft()[1].set_exception(stopped)
+            for _, done in self._wanted_loads():
+                done.set_exception(stopped)
 
 
 class New(NamedTuple):

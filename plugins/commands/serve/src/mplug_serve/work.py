@@ -72,7 +72,7 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
         num_bytes = lanes.allocate()
         if run.rank == 0:
             click.echo(_line_of_caches(job.limits, lanes.cache_tokens, num_bytes, run.mesh.world_size))
-        exchange, load = _exchange(run), partial(_load, run, sampler)
+        exchange, load = _exchange(run), partial(load_weights, run, sampler)
         if listening is None:
             from mplug_serve.engine import follow
 
@@ -85,14 +85,44 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
         _serve(job, replace(_served(job, run), loads_from=job.loads_from), engine, listening)
 
 
-def _load(run: "Run", sampler: "Sampler", folder: str) -> None:
-    """Load a published folder into the model that samples. Collective; UsageError for that of another model."""
-    from mplug_pretrained import SavedModel
-    from mplug_pretrained.public_load import load_public_for_inference, refuse_other_model
+def load_weights(run: "Run", sampler: "Sampler", folder: str) -> None:
+    """Load a published folder into the model that samples. Collective.
 
-    path = SavedModel.published(Path(folder)).path
-    refuse_other_model(path, sampler.model, run.config.checkpoint.pretrained)
-    load_public_for_inference(run, sampler.model, path)
+    UsageError if the folder is refused: the weights are as before. RunError if they are a mixture of both.
+    """
+    from mplug_pretrained.public_load import load_public_for_inference
+    from mplug_saving.rank_exchanges import raise_alike
+
+    error = None
+    try:
+        _refuse_folder(run, sampler, Path(folder))
+    except UsageError as refused:
+        error = refused
+    except (OSError, RunError) as failure:
+        error = UsageError(f"'{folder}' cannot be read: {failure}")
+    raise_alike(run, error)
+    try:
+        load_public_for_inference(run, sampler.model, Path(folder))
+    except UsageError as failure:
+        raise RunError(f"the weights of '{folder}' are loaded in part: {failure}") from failure
+
+
+def _refuse_folder(run: "Run", sampler: "Sampler", folder: Path) -> None:
+    """Raise UsageError unless a folder has the weights of the model. Reads headers only."""
+    from mplug_pretrained import format_of
+    from mplug_pretrained.public_load import refuse_other_model
+
+    model = sampler.model
+    if model.attached and (model.adapters is None or model.adapters.path is None):
+        raise UsageError(
+            "the model has adapters of its run, and a folder has the weights of a base model alone; serve an export, "
+            "whose weights have the adapters, and load exports"
+        )
+    if not folder.is_dir():
+        raise UsageError(f"'{folder}' is no folder on the server's machine")
+    if format_of(folder) is None:
+        raise UsageError(f"no installed format reads '{folder}'; load the folder of an export")
+    refuse_other_model(folder, model, run.config.checkpoint.pretrained)
 
 
 def _line_of_caches(limits: Limits, cache_tokens: int | None, num_bytes: int, world_size: int) -> str:

@@ -14,6 +14,8 @@ def _address(value: str) -> str:
     found = urlsplit(value)
     if found.scheme not in ("http", "https") or not found.hostname or found.query or found.fragment:
         raise ValueError(f"'{value}' is no address of a server; give one such as http://127.0.0.1:8000")
+    if found.username is not None or found.password is not None:
+        raise ValueError("an address has no user and password; name the variable with a key in `key_variable`")
     return value.rstrip("/")
 
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from mplug import RunError, UsageError
 from mplug_pretrained import format_named
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from mplug_sampling import Completion
 
 FOLDER = "served"
+PATIENCE = 10.0
+"""Seconds in which an export may end by itself before it is killed."""
 log = logging.getLogger("mplug.rollouts")
 
 
@@ -39,23 +42,16 @@ class ServedSampler:
     """Completes prompts by a server. `step` is that of the weights which the server has, as far as the run knows."""
 
     def __init__(self, run: "Run", config: "ServerConfig") -> None:
-        self.run, self.client = run, Client(config)
+        self.run, self.config, self.client = run, config, Client(config)
         self.step = 0
         self.exports: Exports | None = None
-        if config.weights == "checkpoints" and run.rank == 0 and run.directory is not None:
-            self.exports = Exports(run.directory, config.format)
 
     def complete(self, tokens: Sequence[Sequence[int]], keys: Sequence[int], want: Want) -> "list[Completion]":
         """The completions of this rank's prompts; the first rank of those with the same prompts asks. Collective."""
         mesh = self.run.mesh
         shards = [mesh.batch_shard(rank)[0] for rank in range(mesh.world_size)]
         part, answer = shards[self.run.rank], None
-        try:
-            if self.run.rank == 0:
-                self._hand_over()
-        except (UsageError, RunError) as error:
-            answer = error
-        self._raise(self.run.gathered(answer))  # no rank asks before the server has the newest weights
+        self._update()
         if shards.index(part) == self.run.rank:
             try:
                 answer = self.client.complete(tokens, keys, want)
@@ -68,13 +64,29 @@ class ServedSampler:
 
     def saved(self, path: Path) -> None:
         """A checkpoint is complete: its weights are for the server."""
-        if self.exports is not None:
-            self.exports.add(step_of(path))
+        if self.config.weights != "checkpoints" or self.run.rank != 0 or self.run.directory is None:
+            return
+        if self.exports is None:
+            self.exports = Exports(self.run.directory, self.config.format)
+        self.exports.add(step_of(path))
 
     def close(self) -> None:
         """End an export that is under way."""
         if self.exports is not None:
             self.exports.close()
+
+    def _update(self) -> None:
+        """Let the server load the newest weights before any rank asks it; all ranks know their step. Collective."""
+        answer: Any = None
+        try:
+            if self.run.rank == 0:
+                self._hand_over()
+            answer = self.step
+        except (UsageError, RunError) as error:
+            answer = error
+        answers = self.run.gathered(answer)
+        self._raise(answers)
+        self.step = max(answers)  # another rank may be the first one after a rank has died
 
     def _hand_over(self) -> None:
         """Let the server load the newest export, if one is complete."""
@@ -97,7 +109,8 @@ class Exports:
 
     def __init__(self, directory: Path, form: str) -> None:
         self.directory, self.form = directory.absolute(), form
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
         self._step, self._next = 0, 0
 
     def add(self, step: int) -> None:
@@ -113,8 +126,8 @@ class Exports:
         """
         if self._process is None or self._process.poll() is None:
             return None
-        _, errors = self._process.communicate()
-        status, step, self._process = self._process.returncode, self._step, None
+        status, step = self._process.returncode, self._step
+        errors = self._ended()
         if status:
             last = (errors.strip().splitlines() or ["no message"])[-1]
             message = f"the export of step {step} for the server of data.server failed: {last}"
@@ -134,8 +147,27 @@ class Exports:
         """End the process."""
         if self._process is not None:
             self._process.terminate()
-            self._process.communicate()
-            self._process = None
+            try:
+                self._process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._ended()
+            self._remove_partial()
+
+    def _remove_partial(self) -> None:
+        """Remove what an export that was ended has left."""
+        for partial in (self.directory / FOLDER).glob(".export-*"):
+            rmtree(partial, ignore_errors=True)
+
+    def _ended(self) -> str:
+        """Forget the process, which has ended; returns what it wrote to its error stream."""
+        assert self._errors is not None
+        with self._errors as errors:
+            errors.seek(0)
+            text = errors.read().decode(errors="replace")
+        self._process = self._errors = None
+        return text
 
     def _folder(self, step: int) -> Path:
         return self.directory / FOLDER / f"step_{step:08d}"
@@ -143,14 +175,16 @@ class Exports:
     def _begin(self) -> None:
         self._step = self._next
         folder = self._folder(self._step)
+        self._remove_partial()
         rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
         words = ["checkpoint", "export", str(folder), "--to", self.form]
         words += ["--name", self.directory.name, "--step", str(self._step)]
+        self._errors = TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would stop a process that writes much)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mplug", *words],
             cwd=self.directory.parent.parent,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._errors,
         )

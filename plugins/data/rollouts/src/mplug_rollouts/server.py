@@ -71,6 +71,7 @@ class Client:
         address = self.config.addresses[index]
         body = {"prompt": [*prompt], "max_tokens": want.num_tokens, "temperature": want.temperature}
         body |= {"seed": key % 2**31, "logprobs": 0, "return_token_ids": True}
+        body |= {"top_p": 1.0, "top_k": 0}  # some servers take other defaults from the folder of the model
         if self.config.model is not None:
             body["model"] = self.config.model
         return _completion_of(self._answered(address, PATH, body), want, address)
@@ -134,7 +135,7 @@ def _completion_of(answer: Any, want: Want, address: str) -> "Completion":
         raise RunError(f"the answer of {address} has not between 1 and {want.num_tokens} tokens")
     if len(tokens) != len(scores):
         raise RunError(f"the answer of {address} has {len(tokens)} tokens and {len(scores)} log-probabilities")
-    if wrong := [one for one in tokens if not isinstance(one, int) or not 0 <= one < want.vocab_size]:
+    if wrong := [one for one in tokens if type(one) is not int or not 0 <= one < want.vocab_size]:
         raise RunError(
             f"the answer of {address} has the token {wrong[0]!r}, and the tokenizer of the run has {want.vocab_size} "
             f"tokens; serve the model that trains"
@@ -148,7 +149,8 @@ def _completion_of(answer: Any, want: Want, address: str) -> "Completion":
         if len(tokens) < want.num_tokens:
             raise RunError(
                 f"an answer of {address} ends after {len(tokens)} of {want.num_tokens} tokens without an end token of "
-                f"the run; let the server end texts as the run does (by the template, or the tokenizer's end of text)"
+                f"the run; let the server end texts as the run does (by the template, or the tokenizer's end of text), "
+                f"and give it the time for whole answers (mplug serve --timeout)"
             )
         return found
     return Completion(found.tokens[: end + 1], found.log_probabilities[: end + 1])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mplug import UsageError, listed
 from mplug_huggingface_format.config_file import CONFIG, architectures_of, read_json
 from mplug_huggingface_format.model_config import config_of, has_forms, part_settings_of, settings_of
-from mplug_huggingface_format.scoring import class_with_scores
+from mplug_huggingface_format.scoring import CLASSES, class_with_scores
 from mplug_nn import part_forms_of
 from mplug_pretrained import DescribedModel, Format, PublicSettings
 
@@ -75,11 +75,11 @@ class HuggingFace(Format):
         return quantised(plain, options.quantize)
 
     def usage(self, run: "Run", folder: str) -> list[str]:
-        """The class of transformers; mplug's own commands if the folder has a tokenizer."""
+        """The class of transformers; mplug's own commands for a folder with a tokenizer whose model continues texts."""
         written = Path(folder, CONFIG)
         name = architectures_of(read_json(written))[0] if written.is_file() else self.form_of(run.config)
         clauses = [f'in transformers: transformers.{name}.from_pretrained("{folder}")']
-        if Path(folder, "tokenizer.json").is_file():
+        if Path(folder, "tokenizer.json").is_file() and name not in CLASSES.values():
             clauses.append(f"in mplug: mplug generate --pretrained {folder}, mplug evaluate --pretrained {folder} FILE")
         return clauses
 

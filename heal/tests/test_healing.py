@@ -26,6 +26,7 @@ from mplug_heal.keepers import covers, keeper
 from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
+from mplug_saving.saver import Saver
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run, tiny_settings
 
 
@@ -55,6 +56,26 @@ def test_a_run_goes_on_with_fewer_ranks_after_a_death_in_an_update(
     sentence = "in step 5, died of SIGKILL; the run goes on in 1 process\n"
     assert re.search(rf"^mplug: rank 0 on \S+, {sentence}", capfd.readouterr().err, re.MULTILINE)
     assert continued_after(tmp_path) == [3]
+
+
+def test_a_run_that_ends_while_its_last_step_is_saved_repeats_the_step_and_saves_it(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "extensions.heal.every": 5}
+
+    def prepared() -> Run:
+        return as_rank(prepare(tiny_config(settings), {}, tmp_path))
+
+    first, save = prepared(), Saver.save
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="a process has died"):
+        patch.setattr(Saver, "save", lambda self, *of: save(self, *of) if self.run.step < STEPS else _died())
+        train(first)
+    second = prepared()
+    second.kept = first.kept
+    assert train(second).val_loss is not None
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_00000003", "step_00000006"]
+
+
+def _died() -> None:
+    raise RunError("a process has died")
 
 
 @pytest.mark.wide("kills")

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from choices import CONDITIONS, FAMILIES, SAMPLING, chosen, hopper, table
+from choices import CONDITIONS, FAMILIES, SAMPLING, built, chosen, hopper, table
+
+from mplug_estimates.default_kernels import about_default_kernels
 
 FLASH, CUDNN, MASKED = ["flash (flash-attn-4)"], ["sdpa (cuDNN)"], ["sdpa (torch's matrix products)"]
 TORCH = ["sdpa (torch's choice)"]
@@ -35,6 +37,24 @@ def test_without_flash_attn_or_on_a_gpu_that_nothing_was_measured_on_others_fill
         assert (chosen("llama", "bf16"), chosen("gemma", "bf16")) == (CUDNN, ["triton"])
     with hopper(chip=(10, 0)):
         assert (chosen("llama", "bf16"), chosen("gemma", "bf16")) == (CUDNN, ["plain torch"])
+
+
+def test_a_run_says_which_attention_plain_torch_computes_on_a_gpu_and_why() -> None:
+    with hopper(chip=(10, 0)):
+        run, model, _ = built("gemma", "bf16")
+        (line,) = about_default_kernels(run, model)
+        assert about_default_kernels(*built("llama", "bf16")[:2]) == []
+        assert about_default_kernels(*built("gemma", "bf16", **{"kernels.attention": None})[:2]) == []
+    assert line.startswith("plain torch computes the attention of blocks.*.attn, with all pairs of positions in memory")
+    assert "triton: it does not compete: nothing has measured it on this GPU; sdpa: it does not offer soft cap" in line
+    assert line.endswith("(kernels.attention=NAME, docs/kernels.md), or set kernels.attention=null to keep plain torch")
+
+
+def test_a_kernel_of_a_list_that_declares_no_rate_is_named() -> None:
+    run, model, _ = built("llama", "bf16", **{"kernels.default": ["sdpa", "quack"]})
+    (line,) = about_default_kernels(run, model)
+    assert line.startswith("quack of kernels.default competes for no slot of this model, because it declares no rate")
+    assert line.endswith("name it for a kind of slots instead (kernels.KIND=quack)")
 
 
 @pytest.mark.wide("layouts")

@@ -327,8 +327,8 @@ def row_of(one: Result) -> str:
 def read_results(paths: Sequence[Path]) -> list[Result]:
     """The results in files of `--out`; of a case that was run again, the last one."""
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    found = {line["case"]["number"]: Result(**{**line, "case": Case(**line["case"])}) for line in lines}
-    return list(found.values())
+    results = [Result(**{**line, "case": Case(**line["case"])}) for line in lines]
+    return list({(one.case.number, one.case.kind): one for one in results}.values())
 
 
 def run_cases(options: argparse.Namespace) -> list[Result]:

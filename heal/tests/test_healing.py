@@ -1,9 +1,11 @@
 """A process of a run dies, at any moment: the run goes on in the others, with the losses of an undisturbed run."""
 
+import gc
 import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,10 @@ from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
-from mplug_launch.survivors import launch_survivors
+from mplug_launch.survivors import keep_modules, launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
+from mplug_saving.saver import Saver
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run, tiny_settings
 
 
@@ -54,6 +57,34 @@ def test_a_run_goes_on_with_fewer_ranks_after_a_death_in_an_update(
     assert_same(tmp_path, undisturbed)
     sentence = "in step 5, died of SIGKILL; the run goes on in 1 process\n"
     assert re.search(rf"^mplug: rank 0 on \S+, {sentence}", capfd.readouterr().err, re.MULTILINE)
+    assert continued_after(tmp_path) == [3]
+
+
+def test_a_run_that_ends_while_its_last_step_is_saved_repeats_the_step_and_saves_it(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "extensions.heal.every": 5}
+
+    def prepared() -> Run:
+        return as_rank(prepare(tiny_config(settings), {}, tmp_path))
+
+    first, save = prepared(), Saver.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "save", lambda self, *of: save(self, *of) if self.run.step < STEPS else _died())
+        with pytest.raises(RunError, match="a process has died"):
+            train(first)
+    second = prepared()
+    second.kept = first.kept
+    assert train(second).val_loss is not None
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_00000003", "step_00000006"]
+
+
+def _died() -> None:
+    raise RunError("a process has died")
+
+
+@pytest.mark.wide("kills")
+def test_a_death_in_the_last_save(tmp_path: Path, undisturbed: list[dict[str, float]]) -> None:
+    healed(tmp_path, "dp2", {"extensions.heal.every": 5}, (STEPS, 0, "save"))
+    assert_same(tmp_path, undisturbed)
     assert continued_after(tmp_path) == [3]
 
 
@@ -241,6 +272,17 @@ def test_the_newest_generation_that_the_processes_hold_completely_is_chosen() ->
     assert _newest_complete([{older: half, newer: half}, {older: other}]) == (older, {0: 0, 1: 1})
     assert _newest_complete([{newer: half}, {older: other}]) is None
     assert _newest_complete([{}, {}]) is None
+
+
+def test_what_is_garbage_before_a_run_is_freed_before_the_modules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle that `gc.freeze` keeps is never freed: the rehearsed model is one."""
+    cycle, lives = Copying(1, None), list[bool]()
+    cycle._parts = cycle.__repr__
+    seen = weakref.ref(cycle)
+    del cycle
+    monkeypatch.setattr(gc, "freeze", lambda: lives.append(seen() is not None))
+    keep_modules()
+    assert lives == [False]
 
 
 def _stopped_while_it_goes_on(launcher: int, send: Callable[[object], None]) -> None:

@@ -37,8 +37,9 @@ class Healer(Protocol):
     def keep(self, run: "Run", position: "Position") -> None:
         """Copy the state after the step `run.step`. Collective. No step, save or evaluation is under way.
 
-        Called if `is_due` says so, and before each save: a run that goes on from copies never repeats steps that a
-        checkpoint has.
+        Called if `is_due` says so, and before each save but the last: a run that goes on from copies repeats no step
+        that a checkpoint has. After the last step it is not called: a death in the last save repeats that step, with
+        its evaluation and its save.
         """
 
 

@@ -198,11 +198,11 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
             val_loss = _evaluate(run, position.parts, report, time_left)
             report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
         is_due = save_times.is_due(run)
-        if healer is not None and (last or report.stop or is_due or healer.is_due(run)):
+        if healer is not None and not last and (report.stop or is_due or healer.is_due(run)):
             began = time.monotonic()
             _let_write(run, position, report)
             run.enter(Activity.COPYING)
-            healer.keep(run, position)  # before a save, so that no checkpoint is newer than the copies
+            healer.keep(run, position)  # before a save; after a death in the last one, the end of the run is repeated
             report.pause()
             save_times.exclude(time.monotonic() - began)
         if last or report.stop or is_due:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from mplug_estimates.count_passes import passes_of
 from mplug_estimates.course import data_gap, loss_warning
+from mplug_estimates.default_kernels import about_default_kernels
 from mplug_estimates.memory_check import check_memory
 from mplug_estimates.passes import Passes
 from mplug_estimates.settings import about_idle_gpus, about_unused, about_warmup
@@ -44,8 +45,9 @@ class Preflight:
         refuse_beyond_memory(run, model, world)
 
     def about_steps(self, run: "Run", model: "Model", world: "World | None", done: int) -> list[str]:
-        """What a step is, how long it takes at least, and what the recipe needs that the machine lacks."""
-        return [about_step(run, model, world, done), *recipe_gaps(run, world), *about_idle_gpus(run, world)]
+        """What a step is, how long it takes at least, and what makes it slower than it could be."""
+        gaps = (*about_default_kernels(run, model), *recipe_gaps(run, world), *about_idle_gpus(run, world))
+        return [about_step(run, model, world, done), *gaps]
 
     def about_memory(self, run: "Run", model: "Model", world: "World | None") -> list[str]:
         """Compare the estimate of the run's memory with that of the machine."""

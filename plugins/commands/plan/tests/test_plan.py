@@ -165,6 +165,8 @@ def test_settings_that_only_gpus_serve_are_planned_without_one() -> None:
         ("h300", None, "no limits of 'h300' are built in"),
         ("h100", "[]", "is not a file of 'mplug bench --limits --out FILE'"),
         ("h100", '{"variants": {"": {"world_size": 1}}}', "has no limits"),
+        ("h100", '{"variants": {"": {"limits": {"rates": {"a": 1}}}}}', "FILE' (KeyError)"),
+        ("h100", '{"variants": {"": {"world_size": 1, "limits": {"rates": {"a": 0}}}}}', "FILE' (ValueError)"),
     ],
 )
 def test_unknown_chips_and_other_files_are_refused(chip: str, text: str | None, message: str, tmp_path: Path) -> None:

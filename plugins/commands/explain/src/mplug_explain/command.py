@@ -277,11 +277,12 @@ def _choice(run: "Run", model: "Model") -> str:
 
 def _why(run: "Run", filled: "Filled", plugin: str) -> str:
     """Why a default kernel fills a site, or does not."""
+    from mplug_estimates import UNMEASURED, reason_against  # only this table needs them
+
     answers = [(offer, answer) for offer, answer in filled.rivals if offer.plugin == plugin]
     able = max((offer for offer, answer in answers if answer is True), key=lambda offer: offer.rate, default=None)
     if able is None:
-        reasons = [answer for _, answer in answers if isinstance(answer, str)]
-        return reasons[0] if reasons else "does not compete: nothing has measured it on this GPU"
+        return reason_against(filled, plugin) or UNMEASURED
     if filled.supplier == plugin:
         return f"chosen: {able.rate:g} TFLOP/s"
     if not any(offer is filled.offer for offer, _ in filled.rivals):

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,7 @@ USUAL_DEPTH = 4300
 
 def measured(machine: Machine, file: Path) -> Machine:
     """The machine with the rates that a file of `mplug bench --limits --out FILE` has."""
-    try:
-        variants = json.loads(file.read_text(encoding="utf-8"))["variants"].values()
-    except FileNotFoundError:
-        raise UsageError(
-            f"--limits: '{file}' does not exist; write it by 'mplug bench --limits --out {file}'"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--limits: '{file}' is not a file of 'mplug bench --limits --out FILE' ({type(error).__name__})"
-        ) from None
-    rates, clocks, watts, chip = (dict[str, float]() for _ in range(4))
-    ranks = 1
-    for variant in variants:
-        limits = variant.get("limits", {})
-        for kind, known in (("rates", rates), ("clocks", clocks), ("watts", watts), ("chip", chip)):
-            known.update({name: value for name, value in limits.get(kind, {}).items() if name not in known})
-        ranks = max(ranks, variant["world_size"])
-    if not rates:
-        raise UsageError(f"--limits: '{file}' has no limits; write it by 'mplug bench --limits --out {file}'")
+    rates, clocks, watts, chip, ranks = _read(file)
     changes: dict[str, Any] = {"source": f"{machine.title} with the limits in {file}"}
     changes |= _of_shapes(rates, clocks)
     if rate := _of_products(rates, changes.get("half_depth", machine.half_depth)):
@@ -69,6 +52,37 @@ def measured(machine: Machine, file: Path) -> Machine:
     changes["power"] = _power(clocks, watts, chip)
     found = replace(machine, **changes)
     return replace(found, **_grouped(found, rates, clocks))
+
+
+def _read(file: Path) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float], int]:
+    """(rates, clocks, watts, limits of the chip, ranks) of a file; of a figure in several variants, the first one."""
+    figures: dict[str, dict[str, float]] = {kind: {} for kind in ("rates", "clocks", "watts", "chip")}
+    try:
+        variants = [*json.loads(file.read_text(encoding="utf-8"))["variants"].values()]
+        for variant in variants:
+            for kind, known in figures.items():
+                for name, value in variant.get("limits", {}).get(kind, {}).items():
+                    known.setdefault(name, _figure(value, may_be_zero=kind == "watts"))
+        ranks = max((int(variant["world_size"]) for variant in variants), default=1)
+    except FileNotFoundError:
+        raise UsageError(
+            f"--limits: '{file}' does not exist; write it by 'mplug bench --limits --out {file}'"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"--limits: '{file}' is not a file of 'mplug bench --limits --out FILE' ({type(error).__name__})"
+        ) from None
+    if not figures["rates"]:
+        raise UsageError(f"--limits: '{file}' has no limits; write it by 'mplug bench --limits --out {file}'")
+    return figures["rates"], figures["clocks"], figures["watts"], figures["chip"], ranks
+
+
+def _figure(value: Any, may_be_zero: bool) -> float:
+    """A measured figure; ValueError for what nothing can have measured. Power may be 0: its counter is coarse."""
+    number = float(value)
+    if not (0 < number < inf or (may_be_zero and number == 0)):
+        raise ValueError(value)
+    return number
 
 
 def _power(clocks: Mapping[str, float], watts: Mapping[str, float], chip: Mapping[str, float]) -> Power | None:

@@ -3,8 +3,9 @@
 import logging
 from typing import TYPE_CHECKING
 
-from mplug import UsageError, hookimpl
+from mplug import TOP_TOKENS, UsageError, hookimpl
 from mplug_distill.config import DistillConfig
+from mplug_distill.taught import Taught as Taught
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -25,6 +26,8 @@ class Distillation:
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
         """Refuse a teacher with another vocabulary, and what its family refuses."""
+        if self.config.teacher is None:
+            return
         self.config.teacher.call("configure", config=config)
         own, other = (getattr(one, "vocab_size", None) for one in (config.model, self.config.teacher.config))
         if own != other:
@@ -37,17 +40,37 @@ class Distillation:
     @hookimpl
     def adapt_model(self, run: "Run", model: "Model") -> None:
         """Let the model's end compute the divergence from the teacher, whose units run before those of the student."""
-        from mplug_distill.teaching import DistillLoss
+        from mplug_distill.teaching import DistillLoss, TopDistillLoss
         from mplug_nn import add_frozen_model, set_objective
 
-        if run.trains:
+        if not run.trains:
+            return
+        teacher = self.config.teacher
+        self._refuse_another_number_of_teachers(TOP_TOKENS in run.entries)
+        if teacher is None:
+            set_objective(run, model, TopDistillLoss(self.config), LABEL)
+        else:
             set_objective(run, model, DistillLoss(self.config), LABEL)
-            add_frozen_model(run, model, self.config.teacher.build(run), TEACHER, LABEL)
+            add_frozen_model(run, model, teacher.build(run), TEACHER, LABEL)
+
+    def _refuse_another_number_of_teachers(self, data_teach: bool) -> None:
+        if self.config.teacher is None and not data_teach:
+            raise UsageError(
+                "objectives.distill has no teacher: name the folder of its weights with "
+                "checkpoint.pretrained.parts.teacher=DIR, or train on the file that 'mplug teach' writes (--data taught)"
+            )
+        if self.config.teacher is not None and data_teach:
+            raise UsageError(
+                "objectives.distill has two teachers: one in the run (objectives.distill.teacher) and the file of "
+                "data/taught; remove one of both"
+            )
 
     @hookimpl
     def run_started(self, run: "Run") -> None:
         """Warn about a teacher that nobody has trained."""
         pretrained = run.config.checkpoint.pretrained
+        if self.config.teacher is None:
+            return
         if run.rank == 0 and (pretrained is None or TEACHER not in pretrained.parts):
             log.warning(
                 "the teacher began with initial values, so it knows nothing: name its folder with "

@@ -49,11 +49,15 @@ def taught(file: Path, source: str = "packed", **fields: Any) -> dict[str, Any]:
 
 def plain(source: str = "packed", **fields: Any) -> dict[str, Any]:
     """The same run without a teacher."""
-    kept = {name: value for name, value in taught(Path(), source).items() if not name.startswith(("data", "objectives"))}
+    kept = {
+        name: value for name, value in taught(Path(), source).items() if not name.startswith(("data", "objectives"))
+    }
     return {**kept, **{f"data.{name}": value for name, value in SOURCES[source].items()}, **fields}
 
 
-def written_by(logits_of: Any, path: Path, k: int, source: str = "packed", number: int = SAMPLES, **changes: Any) -> Path:
+def written_by(
+    logits_of: Any, path: Path, k: int, source: str = "packed", number: int = SAMPLES, **changes: Any
+) -> Path:
     """Files in fp64 of the probabilities that `logits_of(batch)` [B, S, V] states, of both splits."""
     run = as_rank(tiny_run(in_fp64(plain(source))))
     for split, end in (("train", ""), ("validation", "-validation")):
@@ -133,7 +137,7 @@ def test_the_whole_vocabulary_in_a_file_teaches_what_the_live_teacher_does(tmp_p
             torch.testing.assert_close(gradient, other[name], rtol=1e-10, atol=1e-12)
 
 
-LAYOUTS = ("tp2", "tp2 parallel.tp.sequence=true", "pp2 parallel.pp.schedule=zb-h1", "cp2", "dp2", "fsdp2")
+LAYOUTS = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2 parallel.pp.schedule=zb-h1", "cp2", "dp2", "fsdp2")
 LAYOUTS += ("zero2 parallel.zero.stage=2",)
 
 
@@ -150,9 +154,7 @@ def test_a_layout_computes_what_one_process_does(layout: str, source: str, tmp_p
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_of_other_sizes_compute_the_same(size: int, tmp_path: Path) -> None:
     file = written_by(random_logits, tmp_path / "top", 5)
-    found, expected = (
-        train_steps(in_fp64(taught(file, **{"trainer.micro_batch_size": one}))) for one in (size, None)
-    )
+    found, expected = (train_steps(in_fp64(taught(file, **{"trainer.micro_batch_size": one}))) for one in (size, None))
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
@@ -168,7 +170,10 @@ def test_a_file_has_what_was_written_and_is_safetensors(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), written(tmp_path / "top", Origin(1, V, None, None, "train", 0, 4), "float32"):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        written(tmp_path / "top", Origin(1, V, None, None, "train", 0, 4), "float32"),
+    ):
         raise KeyboardInterrupt
     assert not [*tmp_path.iterdir()]
 
@@ -176,7 +181,6 @@ def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "has the probabilities of 300 tokens, and the student has 259": ({"vocab_size": 300}, {}),
     "was written with another tokenizer": ({"tokenizer": "other"}, {}),
-    "was written from other data": ({"data": "other"}, {}),
     "sample 1 of the run is another one": ({}, {"trainer.seed": 5}),
     "it has 4 samples, and the run takes sample 5": ({}, {}),
 }
@@ -197,7 +201,11 @@ def test_a_short_or_broken_file_is_refused_before_the_run_starts(tmp_path: Path)
         check_data(tiny_run(taught(file)))
     (tmp_path / "text").write_text("no file of this form")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:-1])
-    for name, sentence in {"text": "is no file of a teacher", "cut": "so it is not whole", "none": "No such file"}.items():
+    for name, sentence in {
+        "text": "is no file of a teacher",
+        "cut": "so it is not whole",
+        "none": "No such file",
+    }.items():
         with pytest.raises(UsageError, match=sentence):
             check_data(tiny_run(taught(tmp_path / name)))
 
@@ -274,7 +282,9 @@ def test_a_run_teaches_another_one_by_commands(tmp_path: Path, monkeypatch: pyte
     shutil.copy("text.txt", "other.txt")
     with Path("other.txt").open("a") as file:
         file.write("eleven")
-    other = CliRunner().invoke(main, [*student[:2], "u", *student[3:], "--set", "data.of={name: text, path: other.txt}"])
+    other = CliRunner().invoke(
+        main, [*student[:2], "u", *student[3:], "--set", "data.of={name: text, path: other.txt}"]
+    )
     assert other.exit_code == 2
     assert "was written from other data" in " ".join(other.output.split())
 

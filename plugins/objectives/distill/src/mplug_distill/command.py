@@ -33,7 +33,12 @@ LONGEST = 2048
     "--batch-size", type=click.IntRange(1, 2**20), metavar="N", help="Sequences of a forward pass; default: the run's."
 )
 @click.option(
-    "--top", type=click.IntRange(1), default=64, show_default=True, metavar="K", help="Tokens of a target that are kept."
+    "--top",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    metavar="K",
+    help="Tokens of a target that are kept.",
 )
 @click.option(
     "--dtype",

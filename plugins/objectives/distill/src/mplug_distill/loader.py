@@ -9,6 +9,9 @@ import torch
 from mplug import IGNORED, TOP_TAUGHT, TOP_TOKENS, Loader, MicroBatch
 from mplug_distill.top_file import TopFile
 
+IMPOSSIBLE = -1e4
+"""The log-probability in micro batches, which have finite numbers alone, of what has the probability 0."""
+
 
 class TaughtLoader(Loader):
     """The samples of `inner` with the entries of a file. The order and the state are those of `inner`."""
@@ -31,7 +34,8 @@ class TaughtLoader(Loader):
         logs = np.zeros((*labels.shape, k + 1), np.promote_types(self.file.log_probabilities.dtype, np.float32))
         for row, number in enumerate(batch["sample_ids"].tolist()):
             targets = labels[row] != IGNORED
-            tokens[row, targets], logs[row, targets] = self.file.read(number, rows[row], labels[row])
+            tokens[row, targets], found = self.file.read(number, rows[row], labels[row])
+            logs[row, targets] = np.maximum(found, IMPOSSIBLE)
         return {**batch, TOP_TOKENS: torch.from_numpy(tokens), TOP_TAUGHT: torch.from_numpy(logs)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -53,7 +53,10 @@ class Taught:
         sentences: list[str] = self.config.of.call("check_data", config=config) or []
         trainer = config.trainer
         opened = self._opened("train", config)
-        if config.schedule.batch_rampup.start is None and opened.num_samples < trainer.steps * trainer.global_batch_size:
+        if (
+            config.schedule.batch_rampup.start is None
+            and opened.num_samples < trainer.steps * trainer.global_batch_size
+        ):
             raise UsageError(
                 f"{opened.where} is too short: it has {opened.num_samples} samples, and trainer.steps={trainer.steps} "
                 f"of {trainer.global_batch_size} samples need {trainer.steps * trainer.global_batch_size}; write more "

@@ -21,8 +21,6 @@ class Chunked(Objective):
     The logits exist for a chunk of positions at a time; backward computes them again.
     """
 
-    mixes: ClassVar[frozenset[str]] = frozenset()
-
     def __init__(self, config: DistillConfig, entries: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> None:
         super().__init__(entries, FIGURES[: 2 if config.cross_entropy_weight else 1])
         self.share, self.chunk = config.cross_entropy_weight, config.chunk
@@ -52,7 +50,9 @@ class Chunked(Objective):
         figures: list[Tensor] = []  # a compiler does not trace list[Tensor]()
         for vector, label, factor, *others in zip(own, tiles(labels, ranks, size), factors, *parts, strict=True):
             arguments = (diverging, vector, project, label, factor, *others)
-            found = self._loss(*arguments) if vector is hidden or not torch.is_grad_enabled() else self._again(arguments)
+            found = (
+                self._loss(*arguments) if vector is hidden or not torch.is_grad_enabled() else self._again(arguments)
+            )
             total = total + found[0]
             figures.append(found[1])
         sums = torch.stack(figures).sum(dim=0).unbind()
@@ -86,6 +86,7 @@ class Chunked(Objective):
 class DistillLoss(Chunked):
     """The divergence from a teacher that runs beside the student."""
 
+    mixes: ClassVar[frozenset[str]] = frozenset()
     teacher: Any
 
     def __init__(self, config: DistillConfig) -> None:
@@ -112,6 +113,8 @@ class DistillLoss(Chunked):
 
 class TopDistillLoss(Chunked):
     """The divergence from the largest probabilities of a teacher, which micro batches have."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config, {name: ("batch", "sequence", "top") for name in (TOP_TOKENS, TOP_TAUGHT)})

@@ -67,7 +67,9 @@ class TopFile:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{self.where} is no file of a teacher's log-probabilities; {REMEDY}") from None
         if path.stat().st_size != end:
-            raise UsageError(f"{self.where} has {path.stat().st_size} bytes instead of {end}, so it is not whole; {REMEDY}")
+            raise UsageError(
+                f"{self.where} has {path.stat().st_size} bytes instead of {end}, so it is not whole; {REMEDY}"
+            )
         for name in ("offsets", "digests", "tokens", "log_probabilities"):
             one = arrays[name]
             begin = 8 + length + one["data_offsets"][0]
@@ -139,7 +141,11 @@ class TopWriter:
             file.close()
         offsets, digests = np.cumsum(self.counts, dtype="<i8"), np.array(self.digests, "<i8")
         targets, k, kind = int(offsets[-1]), self.origin.k, DTYPES[self.dtype]
-        shapes = {"offsets": ("I64", [len(offsets)]), "digests": ("I64", [len(digests)]), "tokens": ("I32", [targets, k])}
+        shapes = {
+            "offsets": ("I64", [len(offsets)]),
+            "digests": ("I64", [len(digests)]),
+            "tokens": ("I32", [targets, k]),
+        }
         shapes |= {"log_probabilities": (kind, [targets, k + 1])}
         with self.whole.open("wb") as file:
             file.write(self._header(shapes))

@@ -45,7 +45,9 @@ def prepared(job: Job) -> "Run":
         raise UsageError("'mplug teach' runs the teacher in one process; leave --parallel out")
     size = getattr(run.config.model, "vocab_size", job.k)
     if job.k > size:
-        raise UsageError(f"--top {job.k} is more than the {size} tokens of the model (model.vocab_size); use at most that")
+        raise UsageError(
+            f"--top {job.k} is more than the {size} tokens of the model (model.vocab_size); use at most that"
+        )
     return run
 
 
@@ -67,7 +69,9 @@ def teach(job: Job) -> tuple[int, int]:
                 logits = model.logits(stepper.entries(batch, run.step))
                 for row, ids in enumerate(batch["sample_ids"].tolist()):
                     if ids != place:
-                        raise UsageError(f"the data have sample {ids} at the place of {place}, so their order is unknown")
+                        raise UsageError(
+                            f"the data have sample {ids} at the place of {place}, so their order is unknown"
+                        )
                     tokens, labels = (batch[name][row] for name in ("tokens", "labels"))
                     top, logs = largest(logits[row][labels != IGNORED], job.k)
                     arrays = (one.cpu().numpy() for one in (top, logs))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_distill.command import command
 from mplug_distill.taught import Taught, fingerprint
 from mplug_distill.top_file import Origin, TopFile, digest, written
 from mplug_distill.writing import largest
@@ -197,7 +196,7 @@ def test_files_of_something_else_are_refused(sentence: str, tmp_path: Path, monk
 
 def test_a_short_or_broken_file_is_refused_before_the_run_starts(tmp_path: Path) -> None:
     file = written_by(random_logits, tmp_path / "top", 2, number=4)
-    with pytest.raises(UsageError, match="is too short: it has 4 samples, and trainer.steps=4"):
+    with pytest.raises(UsageError, match=r"is too short: it has 4 samples, and trainer\.steps=4"):
         check_data(tiny_run(taught(file)))
     (tmp_path / "text").write_text("no file of this form")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:-1])

@@ -57,7 +57,7 @@ class Distillation:
         if self.config.teacher is None and not data_teach:
             raise UsageError(
                 "objectives.distill has no teacher: name the folder of its weights with "
-                "checkpoint.pretrained.parts.teacher=DIR, or train on the file that 'mplug teach' writes (--data taught)"
+                "checkpoint.pretrained.parts.teacher=DIR, or train on a file of 'mplug teach' (--data taught)"
             )
         if self.config.teacher is not None and data_teach:
             raise UsageError(

@@ -91,9 +91,9 @@ class Taught:
             )
         if None not in (origin.data, inner.fingerprint) and origin.data != inner.fingerprint:
             raise UsageError(
-                f"{opened.where} was written from other data than those of {self.config.of.label}, or from other samples "
-                f"of them (its split is {origin.split}, trainer.seq_length={origin.seq_length}); use the same, or write "
-                f"the file again"
+                f"{opened.where} was written from other data than those of {self.config.of.label}, or from other "
+                f"samples of them (its split is {origin.split}, trainer.seq_length={origin.seq_length}); use the "
+                f"same, or write the file again"
             )
         return TaughtLoader(inner, opened)
 
@@ -108,8 +108,8 @@ class Taught:
         if vocab_size is not None and opened.origin.vocab_size != vocab_size:
             raise UsageError(
                 f"{opened.where} has the probabilities of {opened.origin.vocab_size} tokens, and the student has "
-                f"{vocab_size} (model.vocab_size); use models with the same tokenizer, and pad the table of the smaller "
-                f"one to the same size"
+                f"{vocab_size} (model.vocab_size); use models with the same tokenizer, and pad the table of the "
+                f"smaller one to the same size"
             )
         return opened
 

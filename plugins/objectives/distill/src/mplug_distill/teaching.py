@@ -1,4 +1,7 @@
-"""The loss of a student beside its teacher, or its largest probabilities. B batch, S sequence of this process, R ranks of sequence parallelism."""
+"""The loss of a student beside its teacher, or its largest probabilities.
+
+B batch, S sequence of this process, R ranks of sequence parallelism.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -117,7 +120,7 @@ class TopDistillLoss(Chunked):
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: DistillConfig) -> None:
-        super().__init__(config, {name: ("batch", "sequence", "top") for name in (TOP_TOKENS, TOP_TAUGHT)})
+        super().__init__(config, dict.fromkeys((TOP_TOKENS, TOP_TAUGHT), ("batch", "sequence", "top")))
 
     def forward(
         self,
@@ -129,8 +132,9 @@ class TopDistillLoss(Chunked):
         top_tokens: Tensor,
         top_log_probabilities: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [B, S / R, D], labels and weights [B, S], tokens [B, S, k] and the logarithms of the probabilities of
-        these and of all others together [B, S, k + 1] -> (loss, number of targets).
+        """hidden [B, S / R, D], labels and weights [B, S], entries [B, S, k], [B, S, k + 1] -> (loss, number of targets).
+
+        The entries are tokens, and the logarithms of the probabilities of these and of all others together.
         """
         taught = (top_tokens, top_log_probabilities)
         return self.summed_losses(self.top_divergence, hidden, project, labels, weights, of_tokens=taught)

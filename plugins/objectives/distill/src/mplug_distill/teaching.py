@@ -132,7 +132,7 @@ class TopDistillLoss(Chunked):
         top_tokens: Tensor,
         top_log_probabilities: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [B, S / R, D], labels and weights [B, S], entries [B, S, k], [B, S, k + 1] -> (loss, number of targets).
+        """hidden [B, S / R, D], labels and weights [B, S], entries [B, S, k or k + 1] -> (loss, number of targets).
 
         The entries are tokens, and the logarithms of the probabilities of these and of all others together.
         """

@@ -60,7 +60,7 @@ def teach(job: Job) -> tuple[int, int]:
             raise UsageError("'mplug teach' needs the logits of tokens, and the plan of this model has none")
         stepper, source = forward_stepper(run, model), feed(run, model, job.split)
         number, inner, trainer = _number(run, job, source.loader), source.loader, run.config.trainer
-        tokenizer = fingerprint(run.hooks.call.build_tokenizer())
+        tokenizer = fingerprint(run.hooks.call.build_tokenizer(run=run))
         size = int(getattr(run.config.model, "vocab_size", inner.vocab_size))
         fixed = (job.k, size, tokenizer, inner.fingerprint, job.split, trainer.seed, trainer.seq_length)
         targets, place = 0, 0

@@ -65,7 +65,7 @@ class VocabularyParallel:
     def top_divergence(
         self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, tokens: Tensor, taught: Tensor
     ) -> Tensor:
-        """hidden [B, S, D], labels [B, S], tokens [B, S, k], taught [B, S, k + 1] -> the divergences of targets [B, S]."""
+        """hidden [B, S, D], labels [B, S], tokens [B, S, k], taught [B, S, k + 1] -> the divergences of targets."""
         logits, _ = self._own(project(hidden), labels)
         local, in_shard = self._localized(tokens.flatten(0, -2), logits.shape[1])
         columns = local.masked_fill(~in_shard, -1)

@@ -1,5 +1,6 @@
 """The work of `mplug teach`: run the teacher forward over samples, and write its largest probabilities."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def teach(job: Job) -> tuple[int, int]:
 
 
 def _bar(number: int) -> "click._termui_impl.ProgressBar[int]":
-    return click.progressbar(length=number, label="samples", file=click.get_text_stream("stderr"))
+    return click.progressbar(length=number, label="samples", file=sys.stderr)
 
 
 def _number(run: "Run", job: Job, loader: object) -> int:

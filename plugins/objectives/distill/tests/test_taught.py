@@ -149,11 +149,15 @@ def test_a_layout_computes_what_one_process_does(layout: str, source: str, tmp_p
     require_parity(taught(file, source, **{"objectives.distill.cross_entropy_weight": 0.25}), layout)
 
 
+CHANGES = {"micro batches of one": {"trainer.micro_batch_size": 1}, "compiled": {"trainer.compile": "aot_eager"}}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's tracer
 @pytest.mark.wide("layouts", quick=[])
-@pytest.mark.parametrize("size", [1, 2])
-def test_micro_batches_of_other_sizes_compute_the_same(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_neither_micro_batches_nor_a_compiler_change_a_result(change: str, tmp_path: Path) -> None:
     file = written_by(random_logits, tmp_path / "top", 5)
-    found, expected = (train_steps(in_fp64(taught(file, **{"trainer.micro_batch_size": one}))) for one in (size, None))
+    found, expected = (train_steps(in_fp64(taught(file, **one))) for one in (CHANGES[change], {}))
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 

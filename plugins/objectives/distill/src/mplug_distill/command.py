@@ -110,7 +110,6 @@ class Asked(ModelOptions):
         given = {"trainer.seq_length": self.seq_length, "data.name": self.data}
         own = [f"{field}={value}" for field, value in given.items() if value is not None]
         found = self.chosen(self.settings("teach", *own), None, self.batch_size, LONGEST)
-        return Job(
-            *(found.base, found.overrides, found.weights),
-            *(self.split, self.samples or "all", self.top, self.dtype, self.output),
-        )
+        number = self.samples or "all"
+        model = (found.base, found.overrides, found.weights)
+        return Job(*model, self.split, number, k=self.top, dtype=self.dtype, output=self.output)

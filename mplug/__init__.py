@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mplug.contracts.micro_batch import REFERENCE as REFERENCE
     from mplug.contracts.micro_batch import SAMPLED as SAMPLED
     from mplug.contracts.micro_batch import SEQUENCES as SEQUENCES
+    from mplug.contracts.micro_batch import TOP_TAUGHT as TOP_TAUGHT
+    from mplug.contracts.micro_batch import TOP_TOKENS as TOP_TOKENS
     from mplug.contracts.micro_batch import MicroBatch as MicroBatch
     from mplug.contracts.micro_batch import RankBatch as RankBatch
     from mplug.contracts.optimizer import AVERAGE as AVERAGE

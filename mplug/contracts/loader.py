@@ -72,6 +72,7 @@ class Loader(ABC):
         A loader of sequences that an objective compares declares `sequences` [B, S], int64, and perhaps
         `reference_log_probabilities` [B, S] in the same way (`mplug.SEQUENCES`, `mplug.REFERENCE`). One of rollouts
         also declares `advantages` and perhaps `sampled_log_probabilities` [B, S] (`mplug.ADVANTAGES`, `mplug.SAMPLED`).
+        One with a teacher's probabilities declares `top_tokens` and `top_log_probabilities` (`mplug.TOP_TOKENS`).
 
         A plugin whose samples the model itself computes keeps the model of the hook `training_built`. It computes them
         in this call, not when the iterator is read: the passes of the step have not begun yet, and all ranks are here.

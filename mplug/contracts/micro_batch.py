@@ -38,7 +38,11 @@ ADVANTAGES = "advantages"
 """The entry of a micro batch with how much better each token is than expected [B, S]: of rollouts, by their rewards."""
 SAMPLED = "sampled_log_probabilities"
 """The entry of a micro batch with the log-probability that each label had when it was sampled [B, S]."""
-OF_OBJECTIVES = frozenset({SEQUENCES, REFERENCE, MARGINS, ADVANTAGES, SAMPLED})
+TOP_TOKENS = "top_tokens"
+"""The entry of a micro batch with the k most probable tokens of each label's position by a teacher [B, S, k]."""
+TOP_TAUGHT = "top_log_probabilities"
+"""The entry with the teacher's log-probabilities of these tokens, and of all others together [B, S, k + 1]."""
+OF_OBJECTIVES = frozenset({SEQUENCES, REFERENCE, MARGINS, ADVANTAGES, SAMPLED, TOP_TOKENS, TOP_TAUGHT})
 """The entries that objectives alone take."""
 
 

@@ -25,6 +25,7 @@ from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
 from mplug_nn.router import ALL_EXPERTS, Router
 from mplug_nn.statistics import count
+from mplug_nn.top_divergence import TOP_DIVERGENCE, top_divergence
 from mplug_pretrained.external import ScoreHead
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Objective(nn.Module):
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, DIVERGENCE, SUMMED, GATHERED)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, DIVERGENCE, TOP_DIVERGENCE, SUMMED, GATHERED)
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
     projects: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True
@@ -111,6 +112,7 @@ class Objective(nn.Module):
         self.soft_cap: float | None = None
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
         self.divergence: Callable[..., Tensor] = divergence
+        self.top_divergence: Callable[..., Tensor] = top_divergence
         self.summed: Callable[[Tensor], tuple[Tensor, float]] = summed
         self.gathered: Callable[[Tensor], Tensor] = gathered
         for name in self.figures:
@@ -122,8 +124,8 @@ class Objective(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here."""
-        is_capped = self.soft_cap is not None and slot in (LOG_PROBABILITIES.name, DIVERGENCE.name)
-        return frozenset({CAPPED}) if is_capped else frozenset()
+        of_logits = slot in (LOG_PROBABILITIES.name, DIVERGENCE.name, TOP_DIVERGENCE.name)
+        return frozenset({CAPPED}) if of_logits and self.soft_cap is not None else frozenset()
 
     @staticmethod
     def number_in(batch: Mapping[str, Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ def end_cases() -> Iterator[Case]:
     yield _log_probabilities("no target at all", (1, 8), 40, ignored=8)
     yield _log_probabilities("an odd vocabulary and length, ignored labels", (2, 33), 37, ignored=5)
     yield from (_divergence(kind, (2, 33), 37, ignored=5) for kind in KINDS)
+    yield from (_top_divergence(f"{k} of 37 tokens", (2, 33), 37, k, ignored=5) for k in (4, 37))
     yield Case(("Objective.summed",), "values [B, N, F]", Objective(), {"values": Drawn(0).normal(2, 3, 2)}, _of_parts)
     values = {"values": Drawn(0).normal(2, 16, 3)}
     yield Case(("Objective.gathered",), "values [B, S, F]", Objective(), values, _of_positions)
@@ -111,6 +112,24 @@ def _divergence(kind: Literal["forward", "reverse", "jsd"], rows: tuple[int, int
         return lambda: {"divergences": found(x["hidden"], project, taught, of_teacher, x["labels"], form)}
 
     return Case(("Loss.divergence",), kind, Objective(), inputs, bind)
+
+
+def _top_divergence(name: str, rows: tuple[int, int], v: int, k: int, ignored: int) -> Case:
+    """The teacher's probabilities are those of whole numbers, because they have no gradient."""
+    d, drawn = 24, Drawn(v + k)
+    labels = drawn.integers(v, *rows)
+    labels.flatten()[:ignored] = IGNORED  # a view: the labels are contiguous
+    inputs = {"hidden": drawn.normal(*rows, d), "weight": drawn.normal(v, d), "labels": labels}
+    inputs |= {"order": drawn.integers(1 << 30, *rows, v), "taught": drawn.integers(7, *rows, k + 1)}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        project, found = with_weight(d, v, x["weight"]), suppliers["Loss.top_divergence"]
+        tokens, taught = x["order"].argsort(dim=-1)[..., :k], x["taught"].to(x["hidden"].dtype)
+        taught[..., -1] = taught[..., -1] if k < v else float("-inf")  # then there is no rest
+        logs = taught.log_softmax(dim=-1)
+        return lambda: {"divergences": found(x["hidden"], project, x["labels"], tokens, logs)}
+
+    return Case(("Loss.top_divergence",), name, Objective(), inputs, bind)
 
 
 def _of_positions(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

@@ -1,55 +1,20 @@
-"""Distillation (arXiv 1503.02531, 2306.13649): a student learns the probabilities of a frozen teacher."""
+"""Distillation: a student learns the probabilities of a frozen teacher, or the largest of them from a file.
 
-import logging
-from typing import TYPE_CHECKING
+The plugins are in `mplug_distill.plugin`, which is imported lazily, because `mplug teach --help` does not need it.
+"""
 
-from mplug import UsageError, hookimpl
-from mplug_distill.config import DistillConfig
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mplug import Model, Run, RunConfig
+    from mplug_distill.plugin import Distillation
+    from mplug_distill.taught import Taught
 
-log = logging.getLogger("mplug.distill")
-LABEL, TEACHER = "objectives/distill", "teacher"
+__all__ = ["Distillation", "Taught"]
 
 
-class Distillation:
-    """Runs a teacher beside the student in every step, under the same layout."""
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'mplug_distill' has no attribute '{name}'")
+    from importlib import import_module
 
-    Config, captures = DistillConfig, True
-    layer = 100  # outside of adapters, which would adapt the teacher too
-
-    def __init__(self, config: DistillConfig) -> None:
-        self.config = config
-
-    @hookimpl
-    def configure(self, config: "RunConfig") -> None:
-        """Refuse a teacher with another vocabulary, and what its family refuses."""
-        self.config.teacher.call("configure", config=config)
-        own, other = (getattr(one, "vocab_size", None) for one in (config.model, self.config.teacher.config))
-        if own != other:
-            raise UsageError(
-                f"objectives.distill: the teacher has {other} tokens (objectives.distill.teacher.vocab_size) and the "
-                f"student {own} (model.vocab_size), so their probabilities are of different things; use models with "
-                f"the same tokenizer, and pad the table of the smaller one to the same size"
-            )
-
-    @hookimpl
-    def adapt_model(self, run: "Run", model: "Model") -> None:
-        """Let the model's end compute the divergence from the teacher, whose units run before those of the student."""
-        from mplug_distill.teaching import DistillLoss
-        from mplug_nn import add_frozen_model, set_objective
-
-        if run.trains:
-            set_objective(run, model, DistillLoss(self.config), LABEL)
-            add_frozen_model(run, model, self.config.teacher.build(run), TEACHER, LABEL)
-
-    @hookimpl
-    def run_started(self, run: "Run") -> None:
-        """Warn about a teacher that nobody has trained."""
-        pretrained = run.config.checkpoint.pretrained
-        if run.rank == 0 and (pretrained is None or TEACHER not in pretrained.parts):
-            log.warning(
-                "the teacher began with initial values, so it knows nothing: name its folder with "
-                "checkpoint.pretrained.parts.teacher"
-            )
+    return getattr(import_module("mplug_distill.plugin"), name)

@@ -12,9 +12,11 @@ class DistillConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    teacher: Family = Field(
+    teacher: Family | None = Field(
+        None,
         description="the model that teaches, a section like 'model'; name the folder of its weights, which describes "
-        "it, with --set checkpoint.pretrained.parts.teacher=DIR"
+        "it, with --set checkpoint.pretrained.parts.teacher=DIR; null: the data have its largest probabilities "
+        "(--data taught)",
     )
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward",
@@ -34,4 +36,15 @@ class DistillConfig(BaseModel):
     def _beta_has_an_effect(self) -> Self:
         if self.divergence != "jsd" and self.beta != type(self).model_fields["beta"].default:
             raise ValueError(f"beta has no effect: it is of the divergence jsd, not of '{self.divergence}'; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _largest_probabilities_suffice(self) -> Self:
+        if self.teacher is None and (self.divergence != "forward" or self.temperature != 1):
+            field = f"divergence={self.divergence}" if self.divergence != "forward" else "temperature"
+            raise ValueError(
+                f"{field} needs all probabilities of a teacher in the run, and objectives.distill has none: name its "
+                f"folder with checkpoint.pretrained.parts.teacher; largest probabilities in the data serve "
+                f"divergence=forward at temperature=1"
+            )
         return self

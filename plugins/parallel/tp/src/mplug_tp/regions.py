@@ -117,6 +117,7 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         "Experts.compute": lambda rows, *_, **__: rows.clone(),
         "Loss.log_probabilities": lambda hidden, _, labels: hidden.new_zeros(labels.shape),
         "Loss.divergence": lambda hidden, _, __, ___, labels, ____: hidden.new_zeros(labels.shape),
+        "Loss.top_divergence": lambda hidden, _, labels, __, ___: hidden.new_zeros(labels.shape),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
     }
     around = Boundary(gather, scatter, lambda x: x)

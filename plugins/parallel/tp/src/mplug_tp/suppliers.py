@@ -97,6 +97,7 @@ def _of_losses(group: ops.Group, sizes: dict[str, int], size: int) -> list[Offer
         Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, has_size, serves={CAPPED, WEIGHTED}),
         Offer({"Loss.log_probabilities": vocabulary.log_probabilities}, has_size, serves={CAPPED}),
         Offer({"Loss.divergence": vocabulary.divergence}, has_size, serves={CAPPED}),
+        Offer({"Loss.top_divergence": vocabulary.top_divergence}, has_size, serves={CAPPED}),
     ]
 
 

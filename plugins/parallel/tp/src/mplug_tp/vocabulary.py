@@ -14,6 +14,7 @@ from mplug_nn import Divergence
 from mplug_nn.divergence import token_divergences
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import IGNORED, factors, loss_sum, token_losses
+from mplug_nn.top_divergence import token_top_divergences
 
 
 class VocabularyParallel:
@@ -59,6 +60,16 @@ class VocabularyParallel:
         """Both models' hidden vectors [B, S, D], labels [B, S] -> the divergences of positions with a target [B, S]."""
         logits, of_teacher = (self._own(one, labels)[0] for one in (project(hidden), project_taught(taught)))
         found = token_divergences(logits, of_teacher, form, self._merge)
+        return torch.where(labels == IGNORED, 0.0, found.view_as(labels))
+
+    def top_divergence(
+        self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, tokens: Tensor, taught: Tensor
+    ) -> Tensor:
+        """hidden [B, S, D], labels [B, S], tokens [B, S, k], taught [B, S, k + 1] -> the divergences of targets."""
+        logits, _ = self._own(project(hidden), labels)
+        local, in_shard = self._localized(tokens.flatten(0, -2), logits.shape[1])
+        columns = local.masked_fill(~in_shard, -1)
+        found = token_top_divergences(logits, columns, taught.flatten(0, -2), self._merge)
         return torch.where(labels == IGNORED, 0.0, found.view_as(labels))
 
     def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

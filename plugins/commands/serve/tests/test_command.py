@@ -3,6 +3,8 @@
 import socket
 
 import pytest
+from click.testing import CliRunner
+from mplug_serve import command
 from mplug_serve.work import listen
 
 from mplug import UsageError
@@ -29,3 +31,10 @@ def test_a_port_in_use_is_refused_before_the_weights_are_read() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"--port {port}: .*; choose another --port \(0: a free one\)"):
             listen(("127.0.0.1", port))
+
+
+def test_a_missing_folder_of_new_weights_is_refused_before_the_run_is_read() -> None:
+    result = CliRunner().invoke(command, ["--load-from", "nowhere"])
+    assert result.exit_code == 2
+    assert "--load-from" in result.output
+    assert "'nowhere' does not exist" in result.output

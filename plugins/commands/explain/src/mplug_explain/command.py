@@ -283,6 +283,8 @@ def _why(run: "Run", filled: "Filled", plugin: str) -> str:
         reasons = [answer for _, answer in answers if isinstance(answer, str)]
         return reasons[0] if reasons else "does not compete: nothing has measured it on this GPU"
     if filled.supplier == plugin:
+        if {offer.plugin for offer, answer in filled.rivals if answer is True} == {plugin}:
+            return "chosen: the only one that serves it"
         return f"chosen: {able.rate:g} TFLOP/s"
     if not any(offer is filled.offer for offer, _ in filled.rivals):
         return f"gives way to {filled.supplier}"

@@ -37,7 +37,7 @@ KEY_VARIABLE = "MPLUG_SERVE_KEY"
 )
 @click.option(
     "--load-from",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
     help="Let requests (POST /update_weights_from_disk) load new weights from folders in this one.",
 )

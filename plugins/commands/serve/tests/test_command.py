@@ -34,7 +34,5 @@ def test_a_port_in_use_is_refused_before_the_weights_are_read() -> None:
 
 
 def test_a_missing_folder_of_new_weights_is_refused_before_the_run_is_read() -> None:
-    result = CliRunner().invoke(command, ["--load-from", "nowhere"])
-    assert result.exit_code == 2
-    assert "--load-from" in result.output
-    assert "'nowhere' does not exist" in result.output
+    with pytest.raises(UsageError, match="--load-from: directory 'nowhere' does not exist"):
+        CliRunner().invoke(command, ["--load-from", "nowhere"], catch_exceptions=False)

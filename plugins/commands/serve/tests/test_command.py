@@ -43,3 +43,8 @@ def test_a_run_that_computes_scores_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ModelOptions, "chosen", lambda *_: Chosen({}, {}, run, weights, Path("runs/mine")))
     with pytest.raises(UsageError, match=r"computes a score of an answer .*, and continues no text"):
         CliRunner().invoke(command, ["--name", "mine"], catch_exceptions=False)
+
+
+def test_a_missing_folder_of_new_weights_is_refused_before_the_run_is_read() -> None:
+    with pytest.raises(UsageError, match="--load-from: directory 'nowhere' does not exist"):
+        CliRunner().invoke(command, ["--load-from", "nowhere"], catch_exceptions=False)

@@ -284,6 +284,8 @@ def _why(run: "Run", filled: "Filled", plugin: str) -> str:
     if able is None:
         return reason_against(filled, plugin) or UNMEASURED
     if filled.supplier == plugin:
+        if {offer.plugin for offer, answer in filled.rivals if answer is True} == {plugin}:
+            return "chosen: the only one that serves it"
         return f"chosen: {able.rate:g} TFLOP/s"
     if not any(offer is filled.offer for offer, _ in filled.rivals):
         return f"gives way to {filled.supplier}"

@@ -145,6 +145,8 @@ class Asked(ModelOptions):
             )
         if self.key is not None and not (self.key.isascii() and self.key.isprintable() and self.key.strip()):
             raise UsageError("--key must be printable ASCII characters, because clients send it in a header")
+        if self.load_from is not None and not self.load_from.is_dir():
+            raise UsageError(f"--load-from: directory '{self.load_from}' does not exist; make it first")
 
     def job(self, world: "World | None") -> "Job":
         """What each process does."""

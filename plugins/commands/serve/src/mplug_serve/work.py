@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug import RunError, UsageError
+from mplug import RunError, UsageError, counted
 from mplug_serve.limits import Limits
 
 if TYPE_CHECKING:
@@ -216,4 +216,4 @@ def _serve(job: Job, served: "Served", engine: "Engine", listening: socket.socke
     thread.join()
     if engine.failure is not None:
         raise RunError(f"the server stopped, because the model failed: {engine.failure}") from engine.failure
-    click.echo(f"stopped after {engine.num_answers} answers with {engine.num_tokens} tokens")
+    click.echo(f"stopped after {counted(engine.num_answers, 'answer')} with {counted(engine.num_tokens, 'token')}")

@@ -54,7 +54,7 @@ class Rollouts(ChatLoader):
         if own.cache_tokens is not None and own.cache_tokens < longest:
             raise UsageError(
                 f"data.cache_tokens={own.cache_tokens} has no room for one prompt with its completion; set it to "
-                f"{longest} or more (trainer.seq_length / data.per_sample, and one)"
+                f"{longest} or more (trainer.seq_length / data.per_sample + 1)"
             )
         if own.completions == "served" and own.server.weights == "checkpoints":
             from mplug_rollouts.served import refuse_unpublished

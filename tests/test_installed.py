@@ -168,8 +168,8 @@ mplug-heal whose required mplug-saving was uninstalled."""
 @pytest.fixture(scope="module")
 def outcomes(alone: Alone) -> list[tuple[int, str, str]]:
     """What the commands of `WORKS`, then those of `REFUSED`, give: one interpreter imports torch for all."""
-    for name in ("saving", "heal", "settings"):
-        alone.add(name, *built(alone.folder, HERE.parent / name))
+    for name, more in {"saving": (), "heal": ("invariance",), "settings": ()}.items():
+        alone.add(name, *built(alone.folder, *(HERE.parent / one for one in (name, *more))))
     return alone.outcomes(*WORKS, *REFUSED)
 
 
@@ -279,7 +279,7 @@ def test_packages_of_several_strangers_that_are_built_now_train_with_the_host_al
     tmp_path: Path, host: Path, wheels: list[Path]
 ) -> None:
     named = ("acme_solo", "nova_jotter", "nova_orthon")
-    matrices = built(tmp_path, HERE.parent / "matrices")
+    matrices = built(tmp_path, HERE.parent / "matrices", HERE.parent / "ops")
     alone = Alone(tmp_path, host, *matrices, *(wheel for wheel in wheels if wheel.name.startswith(named)))
     write_texts(tmp_path / "texts.jsonl")
     options = ("--set", "model.vocab_size=256", "--data", "jotter", "--optimizer", "orthon")
@@ -338,7 +338,8 @@ def test_packages_of_strangers_train_together_by_name(tmp_path: Path, wheels: li
     assert list(one.glob("*.svg"))
     assert "one" in forked(0, "tally")
     ours = {"nova-peregrine", "nova-ringo", "nova-orthon", "nova-jotter", "nova-plotter"}
-    assert distributions_of(one) == {*ours, "mplug-losspicture", "mplug-sdpa", "mplug-watchdog", "mplug"}
+    kernels = {"mplug-flash", "mplug-triton", "mplug-sdpa"}
+    assert distributions_of(one) == {*ours, *kernels, "mplug-losspicture", "mplug-watchdog", "mplug"}
     refused = forked(2, "train", "--name", "refused", *TOGETHER, "--parallel", "ulys2")
     assert "parallel/ulys divides the sequence (ulys=2), and no declaration states whether" in refused
     assert "add to ParallelBlock and Readout `mixes = frozenset({'sequence'})` if so" in refused

@@ -159,6 +159,14 @@ def test_settings_that_only_gpus_serve_are_planned_without_one() -> None:
     assert with_graphs.built("").planned().seconds > 0
 
 
+def test_soft_caps_are_planned_without_a_gpu_as_a_kernel_of_gpus_keeps_them() -> None:
+    """No pairs of positions are in memory, as with the default kernels of a GPU."""
+    gemma = planner("model.name=gemma model.attention_soft_cap=50.0", 1).built("", ("trainer.micro_batch_size=1",))
+    offers = [one.offer for one in gemma.model.slots if one.site.kind == "attention"]
+    assert {(one.plugin, one.keeps_pairs) for one in offers if one is not None} == {("kernels/flex", False)}
+    assert None not in offers
+
+
 @pytest.mark.parametrize(
     ("chip", "text", "message"),
     [

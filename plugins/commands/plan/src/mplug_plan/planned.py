@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ RESERVED = 3.0
 FP32 = 4
 SCAN = "Scan.core"
 """The slot of scans, whose rate no limit states."""
+USUAL, GENERAL = "sdpa", "flex"
+"""The kernels that stand for attention kernels of GPUs on a machine without one: that of most models, and of all."""
 PLAN = "plan"
 """The source of settings that the plan chooses, in messages of the host."""
 
@@ -225,10 +228,22 @@ class Planner:
         found = self.settings.get(key)
         return None if found is None else found.value
 
-    def _as_on_a_gpu(self, layout: str) -> Settings:
+    @cached_property
+    def _attention(self) -> str:
+        """The kernel that stands for an attention kernel of GPUs."""
+        settings = merge(self.settings, self._as_on_a_gpu("", USUAL))
+        settings = merge(settings, read_assignments(["parallel.layout="], PLAN))
+        try:
+            build_model(prepare(resolve(self._registry, self._defaults, settings)))
+        except UsageError:  # if it has another cause, the next build raises it again
+            return GENERAL
+        return USUAL
+
+    def _as_on_a_gpu(self, layout: str, attention: str | None = None) -> Settings:
         """Settings that make the host build on this machine what it would build on GPUs.
 
-        Kernels that need a GPU are left out: no machine without one can check them.
+        Kernels that need a GPU are left out, because no machine without one can check them; `attention` stands for
+        those of attention.
         """
         import torch
 
@@ -238,8 +253,9 @@ class Planner:
         if self.value("trainer", "compile") in (None, "auto"):
             found["trainer"]["compile"] = "inductor"
         if self.kernels.assumed:
+            attention = attention or self._attention
             found["kernels"] = {
-                kind: "sdpa" if kind in ("default", "attention") else None
+                kind: attention if kind in ("default", "attention") else None
                 for kind, name in self._chosen.items()
                 if not {*(name if isinstance(name, list) else [name])}.isdisjoint(self.kernels.assumed)
             }

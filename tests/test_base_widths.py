@@ -72,6 +72,11 @@ def test_a_router_is_an_output_and_biases_of_experts_are_vectors() -> None:
     assert {one.widths for one in down.values()} == {Widths(4, 3)}
 
 
+def test_the_base_model_itself_trains_as_without_the_field() -> None:
+    same, plain = (masters(trained(one, 2)) for one in ({"model.mup_base": {"hidden_size": 32}}, {}))
+    assert all(torch.equal(one, plain[name]) for name, one in same.items())
+
+
 # What optimizers do.
 
 

@@ -177,10 +177,15 @@ def checkpoint_of(run: "Run", directory: Path, step: int | None) -> "SavedModel"
     return weights
 
 
-def refuse_scores(run: "Run", directory: Path) -> None:
-    """Raise UsageError if the objective of a run gives its model another end than logits (the attribute `computes`)."""
+def refuse_scores(run: "Run", directory: Path | None) -> None:
+    """Raise UsageError if the objective of a run gives its model another end than logits (the attribute `computes`).
+
+    `directory` is that of the run; a published folder (None) has no objective.
+    """
     from mplug import UsageError
 
+    if directory is None:
+        return
     for chosen in run.config.chosen:
         if computes := getattr(chosen.plugin, "computes", ""):
             raise UsageError(

@@ -35,8 +35,9 @@ SENT = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**20,)}
 
 
 ATTENDED = {"cuda": (1024, 4096, 32768), "cpu": (64,)}
-"""Lengths of the sequences of which the model's attention is measured, and tokens of all sequences together."""
+"""Lengths of the sequences with which the attention of a model is measured, one after another."""
 ATTENDING = {"cuda": 32768, "cpu": 64}
+"""Tokens of all sequences of one length together."""
 
 
 @dataclass(frozen=True)

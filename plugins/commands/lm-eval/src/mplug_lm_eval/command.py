@@ -144,6 +144,5 @@ class Asked(ModelOptions):
         found = self.chosen(
             self.settings("lm-eval", "trainer.eval_every=0"), world, 1, self.max_length or LONGEST, UNKNOWN
         )
-        if found.directory is not None:
-            refuse_scores(found.run, found.directory)
+        refuse_scores(found.run, found.directory)
         return Job(found.base, found.overrides, found.weights, wanted), found.run

@@ -198,9 +198,9 @@ class Planner:
         settings = merge(settings, read_assignments([f"parallel.layout={layout}", *assignments], PLAN))
         return prepare(resolve(self._registry, self._defaults, settings), world_size=self.gpus)
 
-    def prepared_alone(self) -> "Run":
-        """The prepared run of one process."""
-        settings = merge(self.settings, self._as_on_a_gpu(""))
+    def prepared_alone(self, attention: str | None = None) -> "Run":
+        """The prepared run of one process; see `_as_on_a_gpu` for `attention`."""
+        settings = merge(self.settings, self._as_on_a_gpu("", attention))
         settings = merge(settings, read_assignments(["parallel.layout="], PLAN))
         return prepare(resolve(self._registry, self._defaults, settings))
 
@@ -231,10 +231,8 @@ class Planner:
     @cached_property
     def _attention(self) -> str:
         """The kernel that stands for an attention kernel of GPUs."""
-        settings = merge(self.settings, self._as_on_a_gpu("", USUAL))
-        settings = merge(settings, read_assignments(["parallel.layout="], PLAN))
         try:
-            build_model(prepare(resolve(self._registry, self._defaults, settings)))
+            build_model(self.prepared_alone(USUAL))
         except UsageError:  # if it has another cause, the next build raises it again
             return GENERAL
         return USUAL

@@ -158,8 +158,7 @@ class Asked(ModelOptions):
         if self.context is not None and self.pretrained is not None:
             own.append(f"trainer.seq_length={self.context}")
         found = self.chosen(self.settings("serve", *own), world, 1, LONGEST)
-        if found.directory is not None:
-            refuse_scores(found.run, found.directory)
+        refuse_scores(found.run, found.directory)
         context = found.run.config.trainer.seq_length
         if self.context is not None and self.context > context:
             raise UsageError(

@@ -27,7 +27,6 @@ from mplug import UsageError
 FORM, TEMPERATURE = "mplug top log-probabilities 1", 1
 DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64"}
 NUMPY = {"I32": "<i4", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
-IGNORED = -100
 
 
 @dataclass(frozen=True)

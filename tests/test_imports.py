@@ -5,6 +5,7 @@ import runpy
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -128,6 +129,8 @@ def declared_in(module: str) -> dict[str, str]:
 def test_type_checkers_and_dir_see_the_names_that_are_imported_on_first_use(module: str) -> None:
     published, declared = import_module(module), declared_in(module)
     assert sorted(declared) == published.__all__
+    submodules = {one.name for one in iter_modules(getattr(published, "__path__", ()))}
+    assert submodules.isdisjoint(declared), "importing the submodule would hide the name"
     assert set(dir(published)) >= {*declared, "__name__"}
     for name, defining in declared.items():
         assert getattr(published, name) is getattr(import_module(defining), name)

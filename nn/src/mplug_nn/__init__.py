@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
     from mplug_nn.grouped import grouped_linear as grouped_linear
     from mplug_nn.head import Head as Head
+    from mplug_nn.inner_plan import plan_within as plan_within
     from mplug_nn.largest_logits import LargestLogits as LargestLogits
     from mplug_nn.largest_logits import LogitRows as LogitRows
     from mplug_nn.latent import LatentAttention as LatentAttention
@@ -156,7 +157,6 @@ if TYPE_CHECKING:
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
     from mplug_nn.parts import Part as Part
-    from mplug_nn.plan_within import plan_within as plan_within
     from mplug_nn.product import Boundary as Boundary
     from mplug_nn.product import Collective as Collective
     from mplug_nn.product import Narrow as Narrow

@@ -10,8 +10,8 @@ from mplug.contracts.micro_batch import DOCUMENTS
 from mplug.errors import UsageError
 from mplug.layout.plan import Buffer, Parameter, Plan, Unit
 from mplug.layout.work import Flops
+from mplug_nn.inner_plan import plan_within
 from mplug_nn.objective import Objective, end_of
-from mplug_nn.plan_within import plan_within
 
 if TYPE_CHECKING:
     from mplug.model.model import Model

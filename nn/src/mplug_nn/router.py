@@ -5,6 +5,7 @@ B batch, S sequence, D embed, E experts, k experts chosen by a token.
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -51,6 +52,18 @@ def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return function(*tensors)
 
 
+def balanced_scores(logits: Tensor, score: Score) -> Tensor:
+    """What experts are chosen by in training, for a score that balances the load: the default of
+    `Router.balanced_scores`.
+
+    logits [B, S, E] of whole sequences (no gradient flows through them) -> [B, S, E], each sequence by itself.
+    """
+    function = SCORES[score].balanced
+    assert function is not None, "a router calls the slot for such scores only"
+    return function(logits)
+
+
+BALANCED_SCORES = Slot("Router.balanced_scores", "balance", balanced_scores)
 SUMMED = Slot("Router.summed", "router", summed, sums_tokens=True)
 
 
@@ -94,9 +107,9 @@ class Gating:
         return SCORES[self.score].judged(logits)
 
     @property
-    def balanced(self) -> Callable[[Tensor], Tensor] | None:
-        """What the experts are chosen by in training in place of scores, from the logits of whole sequences."""
-        return SCORES[self.score].balanced
+    def balances(self) -> bool:
+        """Whether experts are chosen in training by other values than scores, from the logits of whole sequences."""
+        return SCORES[self.score].balanced is not None
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """scores [..., E] -> [..., E] with sum 1, for the balancing loss."""
@@ -172,7 +185,7 @@ class Router(nn.Module):
     [E] (if `choice_bias`, or if that is None and `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (SUMMED, OVER_SEQUENCES)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (SUMMED, OVER_SEQUENCES, BALANCED_SCORES)
     load: Tensor
     losses: Tensor
     token_scale: Tensor
@@ -205,13 +218,14 @@ class Router(nn.Module):
         self.first_bias = None
         self.summed: Callable[[Tensor, tuple[str, ...]], Tensor] = summed
         self.over_sequences: Callable[..., Tensor] = over_sequences
+        self.balanced_scores: Callable[[Tensor, Score], Tensor] = balanced_scores
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.adds_loss = bool(z_coefficient or (balance != "none" and balance_coefficient))
         if self.adds_loss:
             register_host_buffer(self, "token_scale", "token scale")
         biased = bias_rate > 0 if choice_bias is None else choice_bias
-        if biased and gating.balanced is not None:
+        if biased and gating.balances:
             raise ValueError(
                 f"the score '{gating.score}' chooses experts by values that balance their load, and a bias of the "
                 f"choice (expert_bias, expert_bias_rate) would change no choice in training; use one of the two"
@@ -263,8 +277,8 @@ class Router(nn.Module):
 
     def _judged(self, logits: Tensor, scores: Tensor) -> Tensor:
         """What experts are chosen by [B, S, E]."""
-        if self.training and self.gating.balanced is not None:
-            return self.over_sequences(self.gating.balanced, logits)
+        if self.training and self.gating.balances:
+            return self.over_sequences(partial(self.balanced_scores, score=self.gating.score), logits)
         return scores if self.bias is None else scores + self.bias
 
     def _balanced(self, gates: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:

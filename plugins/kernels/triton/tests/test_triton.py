@@ -26,7 +26,7 @@ from mplug_testing.harness import tiny_run
 
 if INTERPRETED:
     repair_the_interpreter()
-SUBJECTS = ("triton", "attention", "largest_logits", "norm", "qkv", "rows", "swiglu")
+SUBJECTS = ("triton", "attention", "largest_logits", "norm", "qkv", "rows", "sinkhorn", "swiglu")
 # The interpreter takes milliseconds a program, so there the tiny run is tinier.
 SMALLER = {"model.num_layers": 1, "trainer.seq_length": 12, "trainer.global_batch_size": 2, "trainer.eval_samples": 2}
 
@@ -104,6 +104,7 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 
 CORE, NORM, QKV, ACTIVATION = "Attention.core", "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
 DISPATCH, COMBINE, LARGEST = "Experts.dispatch", "Experts.combine", "LargestLogits.maximum"
+BALANCE = "Router.balanced_scores"
 OFFERS = Triton(Triton.Config()).offer(run("cpu"))
 NAMED = dict.fromkeys(("attention", "largest_logits", "norm", "qk", "activation", "dispatch"), "kernels/triton")
 
@@ -143,7 +144,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_it_supplies_each_slot_apart_from_the_others() -> None:
-    alone = [{CORE}, {LARGEST}, {NORM}, {QKV}, {DISPATCH, COMBINE}, *[{ACTIVATION}] * 2]
+    alone = [{CORE}, {LARGEST}, {NORM}, {QKV}, {DISPATCH, COMBINE}, {BALANCE}, *[{ACTIVATION}] * 2]
     assert [set(offer.suppliers) for offer in OFFERS] == alone
 
 

@@ -14,11 +14,12 @@ from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Supplier
 
 
 def expert_cases() -> Iterator[Case]:
-    """Cases of the slots of `Experts`, `Router.summed`, and `MixtureOfExperts.over_sequences`."""
+    """Cases of the slots of `Experts` and `Router`, and of `MixtureOfExperts.over_sequences`."""
     yield from _routes()
     yield from _experts()
     yield from _products()
     yield Case(("Router.summed",), "counts [E]", Router(8, Gating(4, 2)), {"counts": Drawn(0).integers(9, 4)}, _sum)
+    yield from _balances()
     mixture = MixtureOfExperts(Router(8, Gating(4, 2)), 8, 16, "gelu")
     values = {"values": Drawn(0).integers(9, 2, 5)}
     yield Case(("MixtureOfExperts.over_sequences",), "values [B, S]", mixture, values, _running_sum)
@@ -116,6 +117,25 @@ def _product(name: str, counts: tuple[int, ...], i: int, o: int, padded: bool = 
         return call
 
     return Case((PRODUCT,), name, Experts(i, o, e, "gelu"), inputs, bind, parameters=expert_site(i, o).parameters)
+
+
+def _balances() -> Iterator[Case]:
+    yield _balance("logits [B, S, E]", (2, 24, 4))
+    yield _balance("as many tokens as experts, and three of them", (2, 3, 3))
+    yield _balance("one token", (1, 1, 5))
+    yield _balance("one expert that all tokens prefer by far", (2, 37, 6), preferred=90.0)
+
+
+def _balance(name: str, shape: tuple[int, int, int], preferred: float = 0.0) -> Case:
+    logits = Drawn(sum(shape)).normal(*shape)
+    logits[..., 0] += preferred
+    router = Router(8, Gating(shape[-1], 1, "sinkhorn"))
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        balanced_scores = suppliers["Router.balanced_scores"]
+        return lambda: {"shares": balanced_scores(x["logits"].detach(), "sinkhorn")}
+
+    return Case(("Router.balanced_scores",), name, router, {"logits": logits}, bind)
 
 
 def _running_sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

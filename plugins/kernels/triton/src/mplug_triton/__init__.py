@@ -1,4 +1,4 @@
-"""Fused Triton kernels: attention and its largest logits; norms with the residual addition; QKV; rows to experts.
+"""Fused Triton kernels: attention and its largest logits; norms with the residual addition; QKV; experts' rows, choice.
 
 The backward kernel of QKV writes the gradient of the packed projection in one pass, and that of SwiGLU the gradient of
 both halves. The plugin also offers a GELU in plain torch operations, which torch's compiler fuses with its neighbours.
@@ -28,6 +28,11 @@ RATE, MEASURED = 220.0, 9
 AMPERE = (8, 0)
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
+LARGEST_SEQUENCE = 65536
+"""Maximum number of logits of a sequence (tokens times experts) that Sinkhorn's rounds read from a multiprocessor's cache.
+
+More of them come from memory in every round, by one program; then the compiler's kernels are faster.
+"""
 
 
 class Triton:
@@ -55,6 +60,7 @@ class Triton:
         from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
         from mplug_triton.rows import combine, dispatch
+        from mplug_triton.sinkhorn import balanced_scores
 
         served = {needs.FULL, needs.DOCUMENTS, needs.WINDOW, needs.SOFT_CAP, needs.SINKS, needs.POSITION_GROUPS}
         served |= {needs.KEY_LENGTH, *needs.CAPABILITIES}
@@ -71,6 +77,7 @@ class Triton:
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
             Offer({"Experts.dispatch": dispatch, "Experts.combine": combine}, supports_rows, optional=True),
+            Offer({"Router.balanced_scores": balanced_scores}, supports_balance, optional=True),
             Offer({"MLP.activation": gelu.activation}, supports_activation, optional=True),
             Offer({"MLP.activation": swiglu.activation}, supports_swiglu, optional=True),
         ]
@@ -150,6 +157,27 @@ def supports_rows(site: Site, run: "Run") -> bool | str:
     width = site.module.up.shape[-1]
     if width > WIDEST:
         return f"it supports rows of up to {WIDEST} elements, which fit into registers, and this site's have {width}"
+    return _runs(run)
+
+
+def supports_balance(site: Site, run: "Run") -> bool | str:
+    """True for Sinkhorn's rounds over sequences up to LARGEST_SEQUENCE, with Triton and a GPU or its interpreter.
+
+    False for routers that choose in another way. For other sites the reason, or False if the config names no kernel for
+    the balance.
+    """
+    from mplug_nn.open_lists import SINKHORN
+
+    gating = site.module.gating
+    if not gating.balances:
+        return False
+    if gating.score not in SINKHORN:
+        reason = f"it computes the balance of {' and '.join(SINKHORN)}, and this site's score is '{gating.score}'"
+        return _answer(reason, "balance", run)
+    size = run.config.trainer.seq_length * gating.num_experts
+    if size > LARGEST_SEQUENCE:
+        reason = f"it supports up to {LARGEST_SEQUENCE} logits of a sequence, and trainer.seq_length times experts is {size}"
+        return _answer(reason, "balance", run)
     return _runs(run)
 
 

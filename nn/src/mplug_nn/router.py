@@ -53,8 +53,7 @@ def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def balanced_scores(logits: Tensor, score: Score) -> Tensor:
-    """What experts are chosen by in training, for a score that balances the load: the default of
-    `Router.balanced_scores`.
+    """What experts are chosen by in training if the score balances the load: the default of `Router.balanced_scores`.
 
     logits [B, S, E] of whole sequences (no gradient flows through them) -> [B, S, E], each sequence by itself.
     """

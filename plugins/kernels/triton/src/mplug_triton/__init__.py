@@ -1,4 +1,4 @@
-"""Fused Triton kernels: attention and its largest logits; norms with the residual addition; QKV; experts' rows, choice.
+"""Fused Triton kernels: attention and its largest logits; norms with the residual addition; QKV; experts.
 
 The backward kernel of QKV writes the gradient of the packed projection in one pass, and that of SwiGLU the gradient of
 both halves. The plugin also offers a GELU in plain torch operations, which torch's compiler fuses with its neighbours.
@@ -29,9 +29,9 @@ AMPERE = (8, 0)
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
 LARGEST_SEQUENCE = 65536
-"""Maximum number of logits of a sequence (tokens times experts) that Sinkhorn's rounds read from a multiprocessor's cache.
+"""Maximum number of logits of a sequence (tokens times experts) for Sinkhorn's rounds in one program.
 
-More of them come from memory in every round, by one program; then the compiler's kernels are faster.
+So many stay in the cache of a multiprocessor. More of them would come from memory in every round.
 """
 
 
@@ -176,7 +176,9 @@ def supports_balance(site: Site, run: "Run") -> bool | str:
         return _answer(reason, "balance", run)
     size = run.config.trainer.seq_length * gating.num_experts
     if size > LARGEST_SEQUENCE:
-        reason = f"it supports up to {LARGEST_SEQUENCE} logits of a sequence, and trainer.seq_length times experts is {size}"
+        reason = (
+            f"it supports up to {LARGEST_SEQUENCE} logits of a sequence, and trainer.seq_length times experts is {size}"
+        )
         return _answer(reason, "balance", run)
     return _runs(run)
 

@@ -130,6 +130,21 @@ def test_graphed_steps_of_two_gpus_are_eager_steps_to_the_bit(name: str) -> None
         assert_equal(replayed, eager)
 
 
+OF_EP: TinySettings = {**EXPERTS, **CUDA, "parallel.layout": "ep2", "kernels.dispatch": "triton"}
+"""Every block exchanges rows; with `room` 1.05, some passes have no room for all and run again."""
+
+
+@TWO
+@pytest.mark.parametrize("room", [4.0, 1.05])
+@pytest.mark.parametrize("dispatch", ["symmetric", "bounded"])
+def test_graphed_steps_of_experts_on_two_gpus_are_eager_steps_to_the_bit(dispatch: str, room: float) -> None:
+    own = {"parallel.ep.dispatch": dispatch, "parallel.ep.room": room}
+    for eager, replayed in run_workers(2, both, {**OF_EP, **own}):
+        assert replayed.recorded == 1
+        assert (replayed.figures[-1]["repeated_steps"] > 0) == (room < 2)
+        assert_equal(replayed, eager)
+
+
 def losses(directory: Path, graphs: bool, resume_from: Path | None = None) -> list[float]:
     """Train 12 steps, with evaluations and checkpoints in between."""
     settings = {**CUDA, "trainer.steps": 12, "checkpoint.every": 6, "trainer.eval_every": 5, "trainer.graphs": graphs}

@@ -12,6 +12,7 @@ from mplug.training.assembly import Parts, build
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 from mplug.training.stepper import DefaultStepper
 from mplug_graphs import GraphedStepper
+from mplug_steps.repeating import RepeatingStepper
 from mplug_testing.harness import TinySettings, tiny_run
 from mplug_testing.recording import Operations
 from mplug_validation import evaluate
@@ -90,8 +91,9 @@ def trained(settings: TinySettings, replayed: bool, before: Before = nothing) ->
         if step % 10 == 0:
             parts.validation_loader = parts.validation_loader or parts.train_loader
             seen.val_losses.append(evaluate(run, parts))
-    if isinstance(parts.stepper, GraphedStepper):
-        seen.recorded = parts.stepper.num_recorded
+    inner = parts.stepper.stepper if isinstance(parts.stepper, RepeatingStepper) else parts.stepper
+    if isinstance(inner, GraphedStepper):
+        seen.recorded = inner.num_recorded
     seen.state = {f"{p.name}/{n}": x.clone() for p in parts.pieces for n, x in parts.optimizer.state(p).items()}
     seen.state |= {f"{piece.name}/weight": piece.master.clone() for piece in parts.pieces}
     seen.state |= {name: buffer.clone() for name, buffer in parts.model.states().items()}

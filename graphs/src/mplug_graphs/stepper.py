@@ -1,11 +1,12 @@
 """A stepper that records each training step once and then replays it (`trainer.graphs`).
 
-The whole step is one recording: the exchange of the weights of the last update, forward and backward of all micro
-batches, the reduction of gradients, their norm, the update. So the CPU launches one graph instead of thousands of
-kernels. Before a replay, the CPU copies the step's micro batches and the counts of their targets, learning rate, weight
-decay, random key and request to stop into the tensors that the recording reads. After it, the results are copied out.
+A step is two recordings. The first has the exchange of the weights of the last update, forward and backward of all
+micro batches, and the reduction of gradients; the second has their norm and the update. So the CPU launches two graphs
+instead of thousands of kernels, and a plugin may look at the passes before the update (`build_step_check`). Before a
+replay, the CPU copies the step's micro batches and the counts of their targets, learning rate, weight decay, random key
+and request to stop into the tensors that the recordings read. After it, the results are copied out.
 
-No Python code of a step runs in a replay. Two consequences:
+No Python code of a step runs in a replay. Three consequences:
 
 - A branch that depends on state of the CPU is recorded as it was taken. The flags `stale` of gradient sinks decide such
   branches: the first contribution of a step overwrites a buffer, and further contributions add to it. `begin_step` sets
@@ -17,6 +18,9 @@ No Python code of a step runs in a replay. Two consequences:
 - `Model.weights_written` is called when a step begins, not when it ends. Therefore forward hides the exchange of
   weights in the recording too, and nothing is in flight when the recording ends. Copies of weights on other ranks, and
   copies in other formats, are those of the last step only after another call; `evaluate` makes it.
+- Passes that run again, because a plugin says that they were not exact (`Model.is_repeating`), run eagerly: the plugin
+  decides on the CPU that they are exact now. The update after them is eager too, for it reads what the passes left on
+  the CPU and in new memory.
 """
 
 import logging
@@ -43,11 +47,12 @@ MOST = 8
 
 @dataclass
 class Shape:
-    """The steps with micro batches of the same shapes: the memory of the micro batches, and the recording."""
+    """The steps with micro batches of the same shapes: the memory of the micro batches, and the recordings."""
 
     batches: list[RankBatch]
     num_eager: int = 0
-    recording: Recording | None = None
+    passes: Recording | None = None
+    of_update: Recording | None = None
     result: StepResult | None = None
 
     @classmethod
@@ -78,29 +83,36 @@ class GraphedStepper:
         self._recording = recording or partial(CudaGraph, torch.cuda.graph_pool_handle())
         self._key = torch.zeros((), dtype=torch.int64, device=self.run.device)
         self._shapes: dict[tuple[Any, ...], Shape] = {}
-        self._next: Shape | None = None
+        self._current: Shape | None = None
+        self._is_eager = False
 
     def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
-        """Take the step's micro batches; `update` computes the step."""
+        """Compute the passes of the step: eagerly, or by a replay."""
         batches = list(micro_batches)
-        self._next = self._shape(batches)
-        self._next.fill(batches)
+        self._current = shape = self._shape(batches)
+        shape.fill(batches)
         self.default.token_scale.count(batches)
         self._key.fill_(step_key(self.default.seed, step))
+        self._is_eager = self.model.is_repeating or shape.num_eager < WARMUP
+        if self._is_eager:
+            self._passes(shape)
+            return
+        if shape.passes is None:
+            self._record(shape)
+        assert shape.passes is not None
+        shape.passes.replay()
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
-        """Compute the whole step: eagerly, or by a replay."""
-        assert self._next is not None, "forward_backward comes first"
-        shape, self._next = self._next, None
+        """Compute the update: eagerly, if the passes were eager, else by a replay."""
+        assert self._current is not None, "forward_backward comes first"
+        shape, self._current = self._current, None
         self.default.set_rates(lr, weight_decay)
-        if shape.num_eager < WARMUP:
+        if self._is_eager:
             shape.num_eager += 1
-            return self._step(shape)
-        if shape.recording is None:
-            self._record(shape)
-        assert shape.recording is not None
+            return self._update()
+        assert shape.of_update is not None
         assert shape.result is not None
-        shape.recording.replay()
+        shape.of_update.replay()
         return copied(shape.result)
 
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
@@ -111,7 +123,7 @@ class GraphedStepper:
     @property
     def num_recorded(self) -> int:
         """How many shapes have a recording now."""
-        return sum(shape.recording is not None for shape in self._shapes.values())
+        return sum(shape.passes is not None for shape in self._shapes.values())
 
     def _shape(self, batches: list[RankBatch]) -> Shape:
         key = shape_of(batches)
@@ -121,21 +133,25 @@ class GraphedStepper:
             self._shapes[key] = Shape.of(batches)
         return self._shapes[key]
 
-    def _step(self, shape: Shape) -> StepResult:
-        """The work of a step. It reads no value of the CPU that differs between steps of the shape."""
+    def _passes(self, shape: Shape) -> None:
+        """The work of the passes. It reads no value of the CPU that differs between steps of the shape."""
         default = self.default
         self.model.weights_written()
         default.begin_step(self.run.step)
         default.token_scale.set()
         default.accumulate(shape.batches, partial(default.keyed, key=self._key))
-        result = default.apply(default.norm(), _nothing)
         self.model.weights_settled()  # a unit that does not run has not waited for its weights
-        return result
+
+    def _update(self) -> StepResult:
+        """The work of the update. It reads no value of the CPU that differs between steps of the shape."""
+        return self.default.apply(self.default.norm(), _nothing)
 
     def _record(self, shape: Shape) -> None:
-        recording = self._recording()
+        """Record the passes, and then the update, which reads what the passes have left on the CPU."""
+        passes, of_update = self._recording(), self._recording()
         try:
-            shape.result = recording.record(partial(self._step, shape))
+            passes.record(partial(self._passes, shape))
+            shape.result = of_update.record(self._update)
         except (UsageError, RunError):
             raise
         except Exception as error:
@@ -143,7 +159,7 @@ class GraphedStepper:
                 f"the step cannot be recorded as a CUDA graph: {failed_part(self.run.hooks, error)}; set "
                 f"trainer.graphs=false, or replace the part that makes the CPU wait for the device"
             ) from error
-        shape.recording = recording
+        shape.passes, shape.of_update = passes, of_update
         log.info("recorded step %d with %d micro batches as a CUDA graph", self.run.step, len(shape.batches))
 
 

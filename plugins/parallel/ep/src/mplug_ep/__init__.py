@@ -95,6 +95,19 @@ class ExpertParallel:
         return wraps_of_ep(run, model, self.config.dispatch, self.bounds, self.config.overlap)
 
     @hookimpl
+    def captures(self) -> bool | str:
+        """True for memory of a fixed size: no shape depends on a value, and the step check is between two graphs."""
+        if self.config.dispatch in BOUNDED and not self.config.overlap:
+            return True
+        if self.config.overlap or self.config.dispatch == "all_gather":
+            where = "overlap=true" if self.config.overlap else "dispatch=all_gather"
+            return f"has not been tested in a CUDA graph with parallel.ep.{where}; use dispatch=symmetric or bounded"
+        return (
+            f"makes the CPU wait for a number of rows (parallel.ep.dispatch={self.config.dispatch}); use "
+            f"parallel.ep.dispatch=symmetric or bounded"
+        )
+
+    @hookimpl
     def build_step_check(self, run: "Run") -> "Callable[[], bool] | None":
         """The check of bounded buffers: whether a row of the step was lost on any rank."""
         if self.bounds is None or run.mesh.axes["ep"].size == 1:

@@ -22,6 +22,10 @@ class Mailbox:
         self._memories = (ops.PeerMemory(group), ops.PeerMemory(group))
         self._group, self._next = group, 0
 
+    def restart(self) -> None:
+        """Begin with the first of the two memories again. All ranks must have read what the last exchange brought."""
+        self._next = 0
+
     def exchange(self, rows: Tensor, rank: Tensor, place: Tensor, num_places: int) -> Tensor:
         """Write rows [N, D] to their places on their ranks -> what this rank has got [num_places, D].
 

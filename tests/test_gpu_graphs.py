@@ -84,6 +84,7 @@ KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, a
     "flex": ("torch", {**WIDE, "kernels.attention": "flex"}),
     "flash": ("flash_attn", {**WIDE, "kernels.attention": "flash"}),
     "quack": ("quack", {**WIDE, "kernels.default": "quack"}),
+    "quack experts": ("quack", {**EXPERTS, **CUDA, "kernels.experts": "quack"}),
 }
 
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mplug_ep import ExpertParallel
+from mplug_ep.bounds import Bounds
+from mplug_ep.mailbox import Mailbox
 from mplug_ep.places import NOWHERE, Places, places_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -119,6 +122,34 @@ def test_the_kernel_writes_rows_to_their_places_and_back(width: int, dtype: torc
         assert (own[~sent] == 7).all()
         taken = mplug_ep.mailbox.take(own, ways[sender].rank)
         assert torch.equal(taken, parts[sender].where(sent[:, None], 0))
+
+
+# What a graph can replay.
+
+
+def test_a_step_begins_with_the_first_memory_however_many_exchanges_the_last_one_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mailbox = Mailbox(None)  # type: ignore[arg-type]
+    monkeypatch.setitem(mplug_ep.mailbox.MAILBOXES, "some", mailbox)
+    module: Any = SimpleNamespace(training=True)
+    bounds = Bounds(SimpleNamespace(module=module), 1.0)  # type: ignore[arg-type]
+    check = bounds.check(SimpleNamespace(device="cpu", largest=lambda own: own))  # type: ignore[arg-type]
+    for lost in (0, 2):
+        mailbox._next = 1
+        bounds.count(torch.tensor(lost))
+        assert check() is (lost == 0)
+        assert mailbox._next == 0
+
+
+def test_only_exchanges_of_a_fixed_size_can_be_replayed() -> None:
+    def answer(**fields: Any) -> bool | str:
+        return ExpertParallel(ExpertParallel.Config(**fields)).captures()
+
+    assert answer(dispatch="symmetric") is answer(dispatch="bounded") is True
+    assert "wait for a number of rows (parallel.ep.dispatch=once_per_rank)" in str(answer(dispatch="once_per_rank"))
+    assert "with parallel.ep.overlap=true" in str(answer(dispatch="bounded", overlap=True))
+    assert "with parallel.ep.dispatch=all_gather" in str(answer(dispatch="all_gather"))
 
 
 # What is refused.

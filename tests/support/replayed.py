@@ -59,7 +59,7 @@ def nothing(step: int, parts: Parts) -> None:
 
 
 def graphed(parts: Parts) -> GraphedStepper:
-    default = parts.stepper
+    default = parts.stepper.stepper if isinstance(parts.stepper, RepeatingStepper) else parts.stepper
     assert isinstance(default, DefaultStepper)
     flags = [sink.stale for sink in parts.model.sinks.values()]
     return GraphedStepper(default, lambda: Operations(flags))
@@ -73,7 +73,9 @@ def trained(settings: TinySettings, replayed: bool, before: Before = nothing) ->
     on_gpu = settings.get("trainer.device") == "cuda"
     run = tiny_run({**settings, "trainer.graphs": replayed and on_gpu})
     config, parts, seen, samples = run.config, build(run), Seen(), 0
-    if replayed and not on_gpu:
+    if replayed and not on_gpu and isinstance(parts.stepper, RepeatingStepper):
+        parts.stepper.stepper = graphed(parts)
+    elif replayed and not on_gpu:
         parts.stepper = graphed(parts)
     for step in range(1, config.trainer.steps + 1):
         run.step = step

@@ -39,7 +39,7 @@ KINDS = {
     "exchange of rows": r"sendrecv|all_?to_?all|push_rows|symmetric_memory",
     "other collectives": r"nccl|c10d|gloo",
     "grouped products": r"groupproblemshape|grouped|varlen",
-    "router, order of rows": r"topk|bitonic|radix|sort|searchsorted|rank_rows|place_rows|scan|cumsum",
+    "router, order of rows": r"topk|bitonic|radix|sort|searchsorted|rank_rows|place_rows|scan|cumsum|sinkhorn",
     "movement of rows": r"spread_rows|gather_rows|index_?select|indexselect|index_elementwise",
 }
 """Kinds of kernels by their names, in the order in which they are tried; all others have the class of `mplug bench`."""

@@ -217,7 +217,7 @@ class Router(nn.Module):
         self.first_bias = None
         self.summed: Callable[[Tensor, tuple[str, ...]], Tensor] = summed
         self.over_sequences: Callable[..., Tensor] = over_sequences
-        self.balanced_scores: Callable[[Tensor, Score], Tensor] = balanced_scores
+        self.balanced_scores: Callable[..., Tensor] = balanced_scores
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.adds_loss = bool(z_coefficient or (balance != "none" and balance_coefficient))

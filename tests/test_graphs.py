@@ -167,7 +167,7 @@ def test_a_recorded_step_begins_and_ends_every_exchange_of_weights() -> None:
     parts.stepper.apply = lambda *given: (calls.append("update"), around(*given))[1]  # type: ignore[attr-defined]
     stepper.forward_backward(parts.train_loader.take(8), 1)
     stepper.update(1e-3, 0.0)
-    assert calls == ["begin", "write", "update", "wait"]
+    assert calls == ["begin", "write", "wait", "update"]
 
 
 @pytest.mark.wide("families")

@@ -27,6 +27,9 @@ class Messages:
     def take(self, arrived: Tensor, written: Tensor) -> Tensor:
         return torch.where((written >= 0)[:, None], arrived, 0)
 
+    def restart(self) -> None:
+        """Messages have no memory of which one is the first."""
+
 
 def by_messages(run: Run, group: Any) -> None:
     MAILBOXES[group.group_name] = Messages(group)  # type: ignore[assignment]

@@ -1,7 +1,8 @@
 """The feed-forward part of a transformer block."""
 
 from collections.abc import Callable, Container, Iterator
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -9,12 +10,16 @@ from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.model.slots.declaration import Fusible, Slot, states
 from mplug.tensors.sink import Weights
+from mplug.tensors.supplier import Supplier
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.fusible import is_plain
-from mplug_nn.linear import ADAPTERS, Linear
+from mplug_nn.linear import ADAPTERS, PLAIN, Linear
 from mplug_nn.named import NeedsOf
+from mplug_nn.product import COMPOSED
 from mplug_nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Kind = str
 """A name of the open list `mplug.activations`: 'gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'geglu_tanh', ..."""
 
@@ -80,6 +85,19 @@ CORE = Slot(
 )
 
 
+@dataclass(frozen=True, eq=False)
+class MLPCore(Supplier[P, R]):
+    """A supplier of `MLP.core` whose backward can leave the gradients of both weights for later.
+
+    `delayed(x, up, bias, down, kind, composed, later of up, later of down)` computes what the supplier computes. Where
+    a `Later` (`mplug_products`) is not None, it declares, and hands out in backward, (the gradient of the product's
+    output [T, O], the product's input [T, I]) instead of multiplying them. Without `delayed`, or behind a wrap,
+    backward computes these gradients itself, and a pipeline that splits backward has less work to fill its bubbles.
+    """
+
+    delayed: Callable[..., Tensor] | None = None
+
+
 class MLP(Activation):
     """Up projection, activation, down projection.
 
@@ -132,8 +150,7 @@ class MLP(Activation):
             y = self.core(x, *weights, self.kind, self._whole)
         else:
             assert isinstance(x, Tensor)
-            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
-            y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
+            y = down.scatter(self._by_core(up.gather(x)))
         return y if down.bias is None else y + down.bias
 
     def _whole(self, x: Tensor | Projected) -> Tensor:
@@ -147,6 +164,17 @@ class MLP(Activation):
             return down.without_bias(self.activate(hidden, up.bias))
         y: Tensor = down.fused(Prologue(self.kind), Inputs(hidden, bias=up.bias))
         return y
+
+    def _by_core(self, x: Tensor) -> Tensor:
+        """The result of the supplier of `core`, with weight gradients later if it can delay them."""
+        up, down, core = self.up, self.down, self.core
+        arguments = x, Weights.of(up.weight), up.bias, Weights.of(down.weight), self.kind, self._composed
+        later = up.later, down.later
+        if later == (None, None) or not isinstance(core, MLPCore) or core.delayed is None:
+            return core(*arguments)
+        # `compute_later` calls the product of each layer, whose operands must be those that the core hands out
+        is_plain_gemm = all(one.content[0] is COMPOSED and one.gemm is PLAIN for one in (up, down))
+        return core.delayed(*arguments, *later) if is_plain_gemm else core(*arguments)
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down

@@ -219,6 +219,7 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
     assert all(one.grad is not None and bool(one.grad.any()) for one in (x, bias, down))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("compiler", ["never", "aot_eager"])
 def test_weight_gradients_that_come_later_have_the_bits_of_the_pass(compiler: str) -> None:

@@ -219,20 +219,21 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
     assert all(one.grad is not None and bool(one.grad.any()) for one in (x, bias, down))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("compiler", ["never", "aot_eager"])
-def test_weight_gradients_that_come_later_have_the_bits_of_the_pass(compiler: str) -> None:
+def different_later(settings: dict[str, Any], core: Any) -> list[str]:
+    """Weights whose gradient has other bits if it comes later; an MLP with `core` leaves both of its gradients for later.
+
+    If `core` is None, it is that of the settings.
+    """
     from mplug.training.assembly import build
 
-    settings = {"model.num_layers": 2, "trainer.precision": "bf16", "trainer.compile": compiler}
-    parts = build(tiny_run({**settings, "model.activation": "gelu_tanh", "trainer.micro_batch_size": 1}))
+    run = tiny_run({"model.num_layers": 2, "trainer.precision": "bf16", "trainer.micro_batch_size": 1, **settings})
+    parts = build(run)
     model, sinks = parts.model, parts.model.sinks
     for part in model.module.modules():
-        if isinstance(part, MLP):
-            part.core = CORE
+        if isinstance(part, MLP) and core is not None:
+            part.core = core
     later = WeightGradients(model)
-    entries = {**next(iter(parts.train_loader.take(1))), "keys": torch.arange(1)}
+    entries = {**next(iter(parts.train_loader.take(1))), "keys": torch.arange(1, device=run.device)}
 
     def gradients(postponed: bool) -> dict[str, Tensor]:
         sinks.begin_step()
@@ -249,8 +250,24 @@ def test_weight_gradients_that_come_later_have_the_bits_of_the_pass(compiler: st
         return {name: sink.buffer.clone() for name, sink in sinks.items()}
 
     now, found = gradients(False), gradients(True)
-    assert [name for name, gradient in now.items() if not torch.equal(found[name], gradient)] == []
     assert all(bool(gradient.any()) for gradient in now.values())
+    return [name for name, gradient in now.items() if not torch.equal(found[name], gradient)]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("compiler", ["never", "aot_eager"])
+def test_weight_gradients_that_come_later_have_the_bits_of_the_pass(compiler: str) -> None:
+    assert different_later({"trainer.compile": compiler, "model.activation": "gelu_tanh"}, CORE) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # those of QuACK and of torch's tracer are not the supplier's
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+def test_weight_gradients_that_come_later_have_the_bits_of_the_pass_on_a_gpu(compiler: str) -> None:
+    pytest.importorskip("quack")
+    settings = {"trainer.device": "cuda", "trainer.deterministic": True, "trainer.compile": compiler}
+    assert different_later({**settings, "model.hidden_size": 256, "kernels.mlp": "quack"}, None) == []
 
 
 # Experts. M rows, e groups, I input, O output.

@@ -220,7 +220,7 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
 
 
 def different_later(settings: dict[str, Any], core: Any) -> list[str]:
-    """Weights whose gradient has other bits if it comes later; an MLP with `core` leaves both of its gradients for later.
+    """Weights whose gradient has other bits if it comes later; each MLP, with `core`, leaves both of its for later.
 
     If `core` is None, it is that of the settings.
     """

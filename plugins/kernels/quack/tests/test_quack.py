@@ -37,6 +37,7 @@ from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
 from mplug_nn.linear import PLAIN, multiply
 from mplug_nn.mlp import activation
 from mplug_schedules.weight_gradients import WeightGradients
+from mplug_steps.determinism import deterministic
 from mplug_testing import KernelSuite
 from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.harness import tiny_run
@@ -267,7 +268,8 @@ def test_weight_gradients_that_come_later_have_the_bits_of_the_pass(compiler: st
 def test_weight_gradients_that_come_later_have_the_bits_of_the_pass_on_a_gpu(compiler: str) -> None:
     pytest.importorskip("quack")
     settings = {"trainer.device": "cuda", "trainer.deterministic": True, "trainer.compile": compiler}
-    assert different_later({**settings, "model.hidden_size": 256, "kernels.mlp": "quack"}, None) == []
+    with deterministic():
+        assert different_later({**settings, "model.hidden_size": 256, "kernels.mlp": "quack"}, None) == []
 
 
 # Experts. M rows, e groups, I input, O output.

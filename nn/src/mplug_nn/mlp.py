@@ -98,6 +98,11 @@ class MLPCore(Supplier[P, R]):
     delayed: Callable[..., Tensor] | None = None
 
 
+def _adds_plainly(*linears: Linear) -> bool:
+    """Whether the layers' `compute_later` multiplies such operands as an `MLPCore` hands out."""
+    return all(one.content[0] is COMPOSED and one.gemm is PLAIN for one in linears)
+
+
 class MLP(Activation):
     """Up projection, activation, down projection.
 
@@ -169,12 +174,10 @@ class MLP(Activation):
         """The result of the supplier of `core`, with weight gradients later if it can delay them."""
         up, down, core = self.up, self.down, self.core
         arguments = x, Weights.of(up.weight), up.bias, Weights.of(down.weight), self.kind, self._composed
-        later = up.later, down.later
-        if later == (None, None) or not isinstance(core, MLPCore) or core.delayed is None:
-            return core(*arguments)
-        # `compute_later` calls the product of each layer, whose operands must be those that the core hands out
-        is_plain_gemm = all(one.content[0] is COMPOSED and one.gemm is PLAIN for one in (up, down))
-        return core.delayed(*arguments, *later) if is_plain_gemm else core(*arguments)
+        is_postponed = up.later is not None or down.later is not None
+        if is_postponed and isinstance(core, MLPCore) and core.delayed is not None and _adds_plainly(up, down):
+            return core.delayed(*arguments, up.later, down.later)
+        return core(*arguments)
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down

@@ -14,7 +14,7 @@ of the GPUs need none, so that neither waits for the other. They copy only what 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, cycle
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -151,7 +151,7 @@ class CopySwaps:
 
     def give_back(self, xs: Sequence[Tensor]) -> Leaving:
         """See `Swaps`. A slot has the parts of rank 0 for this rank, for each x, then those of rank 1, and so on."""
-        slot, (_, copies) = next(self._leaving), self._streams_of(xs[0])
+        slot, signals, copies = next(self._leaving), *self._streams_of(xs[0])
         *starts, each = accumulate((ops.size_of(tuple(x.shape[1:]), x.dtype) for x in xs), initial=0)
         slot.begin(self._size * each, copies)
         _let_wait(copies, None)
@@ -171,7 +171,7 @@ class CopySwaps:
             [x[rank] if rank == self._rank else place(self._rank, rank, number) for rank in range(self._size)]
             for number, x in enumerate(xs)
         ]
-        return _GivenBack(slot, parts, self._others, None if copies is None else copies.record_event())
+        return _GivenBack(slot, parts, self._others, signals, None if copies is None else copies.record_event())
 
     def _streams_of(self, x: Tensor) -> tuple["torch.cuda.Stream | None", "torch.cuda.Stream | None"]:
         """The streams of signals and of copies; none on a CPU, where a wait blocks."""
@@ -203,21 +203,26 @@ class _Copied:
 
 class _GivenBack:
     def __init__(
-        self, slot: ops.SignalledMemory, parts: list[list[Tensor]], others: list[int], copied: "torch.cuda.Event | None"
+        self,
+        slot: ops.SignalledMemory,
+        parts: list[list[Tensor]],
+        others: list[int],
+        signals: "torch.cuda.Stream | None",
+        copied: "torch.cuda.Event | None",
     ) -> None:
-        self._slot, self._parts, self._others, self._copied = slot, parts, others, copied
+        self._slot, self._parts, self._others, self._signals, self._copied = slot, parts, others, signals, copied
 
     @contextmanager
     def arrived(self) -> Iterator[Sequence[Sequence[Tensor]]]:
         """See `Leaving`. This rank's own copies have ended too, so what they read may be freed."""
-        current: Any = None
-        if self._copied is not None:
-            current = torch.cuda.current_stream()
-            current.wait_event(self._copied)
         for other in self._others:
-            self._slot.hear(current, other, 0)
+            self._slot.hear(self._signals, other, 0)
+        _let_wait(None, self._signals)
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
         yield self._parts
-        self._slot.end(current)
+        _let_wait(self._signals, None)
+        self._slot.end(self._signals)
 
 
 BY_COPIES: dict[str, CopySwaps] = {}

@@ -37,8 +37,8 @@ from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
 from mplug_nn.linear import PLAIN, multiply
 from mplug_nn.mlp import activation
 from mplug_schedules.weight_gradients import WeightGradients
-from mplug_steps.determinism import deterministic
 from mplug_testing import KernelSuite
+from mplug_testing.delayed_core_checks import later_core_fault
 from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.kernel_cases import Case, cases
@@ -220,21 +220,23 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
     assert all(one.grad is not None and bool(one.grad.any()) for one in (x, bias, down))
 
 
-def different_later(settings: dict[str, Any], core: Any) -> list[str]:
-    """Weights whose gradient has other bits if it comes later; each MLP, with `core`, leaves both of its for later.
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_core_leaves_the_operands_of_its_weight_gradients_also_in_one_graph(kind: str) -> None:
+    assert [later_core_fault(CORE, kind, torch.bfloat16, "cpu", compiles) for compiles in (False, True)] == ["", ""]
 
-    If `core` is None, it is that of the settings.
-    """
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_weight_gradients_of_a_whole_model_can_come_later() -> None:
     from mplug.training.assembly import build
 
-    run = tiny_run({"model.num_layers": 2, "trainer.precision": "bf16", "trainer.micro_batch_size": 1, **settings})
-    parts = build(run)
+    parts = build(tiny_run({"model.num_layers": 2, "trainer.precision": "bf16", "trainer.micro_batch_size": 1}))
     model, sinks = parts.model, parts.model.sinks
     for part in model.module.modules():
-        if isinstance(part, MLP) and core is not None:
-            part.core = core
+        if isinstance(part, MLP):
+            part.core = CORE
     later = WeightGradients(model)
-    entries = {**next(iter(parts.train_loader.take(1))), "keys": torch.arange(1, device=run.device)}
+    entries = {**next(iter(parts.train_loader.take(1))), "keys": torch.arange(1)}
 
     def gradients(postponed: bool) -> dict[str, Tensor]:
         sinks.begin_step()
@@ -251,25 +253,8 @@ def different_later(settings: dict[str, Any], core: Any) -> list[str]:
         return {name: sink.buffer.clone() for name, sink in sinks.items()}
 
     now, found = gradients(False), gradients(True)
+    assert [name for name, gradient in now.items() if not torch.equal(found[name], gradient)] == []
     assert all(bool(gradient.any()) for gradient in now.values())
-    return [name for name, gradient in now.items() if not torch.equal(found[name], gradient)]
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("compiler", ["never", "aot_eager"])
-def test_weight_gradients_that_come_later_have_the_bits_of_the_pass(compiler: str) -> None:
-    assert different_later({"trainer.compile": compiler, "model.activation": "gelu_tanh"}, CORE) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # those of QuACK and of torch's tracer are not the supplier's
-@pytest.mark.parametrize("compiler", ["never", "inductor"])
-def test_weight_gradients_that_come_later_have_the_bits_of_the_pass_on_a_gpu(compiler: str) -> None:
-    pytest.importorskip("quack")
-    settings = {"trainer.device": "cuda", "trainer.deterministic": True, "trainer.compile": compiler}
-    with deterministic():
-        assert different_later({**settings, "model.hidden_size": 256, "kernels.mlp": "quack"}, None) == []
 
 
 # Experts. M rows, e groups, I input, O output.

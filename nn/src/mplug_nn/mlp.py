@@ -65,7 +65,7 @@ def core(
     up [F, D] (gated: [2F, D], gate first), bias [F] (gated: [2F]) and down [D, F] are this rank's shards. x is the
     output of the up projection's `Linear.gather`. The result is the input of the down projection's `Linear.scatter`.
     `composed(x)` computes the same through the narrower slots. A supplier that fuses the products with the activation
-    need not call it.
+    need not call it. If it is an `MLPCore`, it can leave the gradients of both weights for later.
     """
     return composed(x)
 

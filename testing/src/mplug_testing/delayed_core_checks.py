@@ -49,8 +49,8 @@ def _gradients(
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     x, upstream = (torch.randn(SHAPE, generator=generator).to(device, dtype) for _ in range(2))
     linears, mlp.core = (mlp.up, mlp.down), core
-    for linear in linears:
-        weight: Any = linear.weight
+    weights: list[Any] = [linear.weight for linear in linears]
+    for weight in weights:
         weight.main_grad = torch.zeros(weight.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
         weight.main_grad_stale = torch.ones((), dtype=torch.bool, device="cpu")
     taps = _taps(mlp, x) if postponed else []
@@ -68,7 +68,7 @@ def _gradients(
     assert x.grad is not None
     assert mlp.up.bias is not None
     assert mlp.up.bias.grad is not None
-    return x.grad, mlp.up.weight.main_grad, mlp.down.weight.main_grad, mlp.up.bias.grad
+    return x.grad, *(weight.main_grad for weight in weights), mlp.up.bias.grad
 
 
 def _taps(mlp: MLP, x: Tensor) -> list[Taps]:

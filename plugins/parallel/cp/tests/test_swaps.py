@@ -83,18 +83,6 @@ def test_several_exchanges_may_be_in_flight() -> None:
     assert run_workers(2, exchanged, None) == [[True] * 12] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_words_carry_every_bit_of_heads_and_only_where_they_fit(dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 256, (2, 6, 5, 16 * dtype.itemsize), dtype=torch.uint8, generator=torch.manual_seed(3))
-    heads = bits.view(dtype)
-    for of in (heads[:, :, 1:3], heads[:, :, 1:3, 1:9], heads[..., ::2], heads.transpose(1, 2)):
-        place = torch.zeros(2, 7, *of.shape[1:], dtype=dtype)[:, 2]
-        swaps.put(place, of)
-        assert torch.equal(place.contiguous().view(torch.uint8), of.contiguous().view(torch.uint8))
-    assert swaps._in_words(heads[:, :, 1:3]) is not None
-    assert [swaps._in_words(one) for one in (heads[..., 1:9], heads[..., ::2], heads[..., :1])] == [None] * 3
-
-
 def test_copies_are_refused_on_a_cpu_and_for_another_method() -> None:
     words = re.escape("copies between GPUs, and this run is on the CPU; use parallel.cp.transport=messages")
     with pytest.raises(Exception, match=words):

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug_cp.exchange import HEADS, copies_of_kv
-from mplug_cp.swaps import Coming, Leaving, put, swaps_of
+from mplug_cp.swaps import Coming, Leaving, swaps_of
 from mplug_cp.totals import gradient_of_sinks, weigh_with_sinks, wide
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
 from mplug_ops.transfers import group_named
+from mplug_ops.words import put
 
 Operator = Callable[..., tuple[Tensor, ...]]
 ARGUMENTS = "Tensor? documents, Tensor? sinks, float scale, bool causal, int chunks, str group"

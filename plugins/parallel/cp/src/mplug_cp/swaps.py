@@ -24,6 +24,7 @@ import mplug_ops as ops
 from mplug import Run, UsageError
 from mplug_cp.exchange import HEADS
 from mplug_ops.transfers import group_named, swapping
+from mplug_ops.words import put
 
 SETTING, REMEDY = "parallel.cp.transport=copy_engines", "use parallel.cp.transport=messages"
 NUM_SLOTS = 2
@@ -55,26 +56,6 @@ class Swaps(Protocol):
 
     def give_back(self, xs: Sequence[Tensor]) -> Leaving:
         """Start to exchange xs [R, B, S/R, h, K]; they must not change before the tensors have arrived."""
-
-
-def put(place: Tensor, x: Tensor) -> None:
-    """Copy x [..., K] to a place of its shape, in words of 16 bytes if both tensors allow it.
-
-    torch copies strided tensors element by element, and bf16 then has half of the speed.
-    """
-    if (words := _in_words(place)) is not None and (of := _in_words(x)) is not None:
-        words.copy_(of)
-    else:
-        place.copy_(x)
-
-
-def _in_words(x: Tensor) -> Tensor | None:
-    """A view of x in elements of 16 bytes, if it has one."""
-    each = torch.complex128.itemsize // x.itemsize
-    lengths = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    if x.stride(-1) != 1 or any(length % each for length in lengths) or x.data_ptr() % torch.complex128.itemsize:
-        return None
-    return x.view(torch.complex128)
 
 
 def _pack(places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:

@@ -44,7 +44,9 @@ def of_mplug(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """The layouts of mplug: (tokens/s of a GPU, GiB)."""
     n = options.ranks
     layouts = {f"mplug deepspeed{n}, stage {s}": f"deepspeed{n} parallel.deepspeed.stage={s}" for s in options.stages}
-    if n == 1:
+    if options.engine_alone:
+        pass
+    elif n == 1:
         layouts["mplug without DeepSpeed"] = ""
     else:
         layouts |= {f"mplug zero{n}, stage {s}": f"zero{n} parallel.zero.stage={s}" for s in (1, 2)}
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--adam", choices=("deepspeed", "torch"), default="deepspeed")
     parser.add_argument("--compile", choices=("auto", "never"), default="auto", help="units of the own loop")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--engine-alone", action="store_true", help="measure no other layout of mplug")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     figures = of_mplug(options) | of_deepspeed(options)

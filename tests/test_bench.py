@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_bench import command
+from mplug_bench import command, measure
 from mplug_bench.ceilings import attentions, products
 from mplug_bench.measure import Measured, Opponent, Task, bench_settings, checked, facts_of
 from mplug_bench.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, profile_of
@@ -52,6 +52,19 @@ def test_figures_are_those_of_the_median_step_and_of_one_gpu() -> None:
     both = one.joined(measured(rounds=[[0.4, 0.6]], memory_gib=3.0))
     assert both.rounds == [[0.5, 0.1, 0.2], [0.4, 0.6]]
     assert (both.step, both.memory_gib) == (0.4, 3.0)
+
+
+def test_figures_of_the_stepper_have_a_column() -> None:
+    found = measure._mean(
+        [measure._medians([{"bubble": one} for one in own]) for own in ([0.1, 0.2, 0.9], [0.4])] + [{}]
+    )
+    assert found == {"bubble": pytest.approx(0.3)}
+    printed = importlib.import_module("mplug_bench.command")._rows(
+        {"": measured(), "pp2": measured(figures=found)}, None
+    )
+    header, *rows = printed.splitlines()
+    assert header.endswith("BUBBLE")
+    assert [row.split()[-1] for row in rows] == ["-", "0.300"]
 
 
 def test_ratios_are_of_each_round_with_its_own_round_of_the_other() -> None:

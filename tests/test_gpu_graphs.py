@@ -67,6 +67,11 @@ OF_FLA: TinySettings = {
     "kernels.convolution": "fla",
     "kernels.fla.variants": 1,
 }
+PACKED_HEADS: TinySettings = {
+    "kernels.flash.packed_heads": True,
+    "model.position": "learned",
+    "model.qk_norm": False,
+}
 KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, and a run
     "fp8": ("torch", {**OF_FP8, "kernels.linear": "fp8"}),
     "fp8 delayed": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8"}),
@@ -83,6 +88,7 @@ KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, a
     "fla": ("fla", OF_FLA),
     "flex": ("torch", {**WIDE, "kernels.attention": "flex"}),
     "flash": ("flash_attn", {**WIDE, "kernels.attention": "flash"}),
+    "flash, packed heads": ("flash_attn", {**WIDE, **PACKED_HEADS, "kernels.attention": "flash"}),
     "quack": ("quack", {**WIDE, "kernels.default": "quack"}),
     "quack experts": ("quack", {**EXPERTS, **CUDA, "kernels.experts": "quack"}),
 }

@@ -141,6 +141,7 @@ if TYPE_CHECKING:
     from mplug_nn.mixers.specification import ScanSpec as ScanSpec
     from mplug_nn.mlp import MLP as MLP
     from mplug_nn.mlp import Activation as Activation
+    from mplug_nn.mlp import MLPCore as MLPCore
     from mplug_nn.moe import MixtureOfExperts as MixtureOfExperts
     from mplug_nn.multi_token_prediction import DepthAhead as DepthAhead
     from mplug_nn.multi_token_prediction import TokensAhead as TokensAhead

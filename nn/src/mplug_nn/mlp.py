@@ -1,7 +1,8 @@
 """The feed-forward part of a transformer block."""
 
 from collections.abc import Callable, Container, Iterator
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -9,12 +10,16 @@ from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.model.slots.declaration import Fusible, Slot, states
 from mplug.tensors.sink import Weights
+from mplug.tensors.supplier import Supplier
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.fusible import is_plain
-from mplug_nn.linear import ADAPTERS, Linear
+from mplug_nn.linear import ADAPTERS, PLAIN, Linear
 from mplug_nn.named import NeedsOf
+from mplug_nn.product import COMPOSED
 from mplug_nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Kind = str
 """A name of the open list `mplug.activations`: 'gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'geglu_tanh', ..."""
 
@@ -60,7 +65,7 @@ def core(
     up [F, D] (gated: [2F, D], gate first), bias [F] (gated: [2F]) and down [D, F] are this rank's shards. x is the
     output of the up projection's `Linear.gather`. The result is the input of the down projection's `Linear.scatter`.
     `composed(x)` computes the same through the narrower slots. A supplier that fuses the products with the activation
-    need not call it.
+    need not call it. If it is an `MLPCore`, it can leave the gradients of both weights for later.
     """
     return composed(x)
 
@@ -78,6 +83,24 @@ CORE = Slot(
     composes=True,
     multiplies=True,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class MLPCore(Supplier[P, R]):
+    """A supplier of `MLP.core` whose backward can leave the gradients of both weights for later.
+
+    `delayed(x, up, bias, down, kind, composed, later of up, later of down)` computes what the supplier computes. Where
+    a `Later` (`mplug_products`) is not None, it declares, and hands out in backward, (the gradient of the product's
+    output [T, O], the product's input [T, I]) instead of multiplying them. Without `delayed`, or behind a wrap,
+    backward computes these gradients itself, and a pipeline that splits backward has less work to fill its bubbles.
+    """
+
+    delayed: Callable[..., Tensor] | None = None
+
+
+def _adds_plainly(*linears: Linear) -> bool:
+    """Whether the layers' `compute_later` multiplies such operands as an `MLPCore` hands out."""
+    return all(one.content[0] is COMPOSED and one.gemm is PLAIN for one in linears)
 
 
 class MLP(Activation):
@@ -132,8 +155,7 @@ class MLP(Activation):
             y = self.core(x, *weights, self.kind, self._whole)
         else:
             assert isinstance(x, Tensor)
-            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
-            y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
+            y = down.scatter(self._by_core(up.gather(x)))
         return y if down.bias is None else y + down.bias
 
     def _whole(self, x: Tensor | Projected) -> Tensor:
@@ -147,6 +169,15 @@ class MLP(Activation):
             return down.without_bias(self.activate(hidden, up.bias))
         y: Tensor = down.fused(Prologue(self.kind), Inputs(hidden, bias=up.bias))
         return y
+
+    def _by_core(self, x: Tensor) -> Tensor:
+        """The result of the supplier of `core`, with weight gradients later if it can delay them."""
+        up, down, core = self.up, self.down, self.core
+        arguments = x, Weights.of(up.weight), up.bias, Weights.of(down.weight), self.kind, self._composed
+        is_postponed = up.later is not None or down.later is not None
+        if is_postponed and isinstance(core, MLPCore) and core.delayed is not None and _adds_plainly(up, down):
+            return core.delayed(*arguments, up.later, down.later)
+        return core(*arguments)
 
     def _composed(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mplug.tensors.operator import fake, operator
 from mplug_ops.waits import waiting
+from mplug_ops.words import packed, put
 
 # torch 2.13 has new names for these two; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,7 +63,7 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
     with waiting():
         _all_gather_single(gathered, x, group=_group(group))
-    joined.unflatten(dim, (size, -1)).copy_(gathered.unflatten(0, (size, -1)).movedim(0, dim))  # [..., R, n, ...]
+    put(joined.unflatten(dim, (size, -1)), gathered.unflatten(0, (size, -1)).movedim(0, dim))  # [..., R, n, ...]
     return joined
 
 
@@ -79,9 +80,9 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
         with waiting():
             _group(group).reduce_scatter_tensor_coalesced(_slices(own, dim), parts).wait()
         return own
-    packed = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]; no copy if dim is 0
+    parts_of_ranks = packed(x.unflatten(dim, (size, -1)).movedim(dim, 0))  # [R, ..., n, ...]; no copy if dim is 0
     with waiting():
-        _reduce_scatter_single(own, packed.flatten(0, 1), group=_group(group))
+        _reduce_scatter_single(own, parts_of_ranks.flatten(0, 1), group=_group(group))
     return own
 
 
@@ -93,11 +94,11 @@ def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 @operator("mplug::all_to_all")
 def all_to_all(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) -> Tensor:
     """Own part along `split_dim` of every rank's x [..., R n, ..., m, ...], concatenated: [..., n, ..., R m, ...]."""
-    parts = x.unflatten(split_dim, (size, -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
+    parts = packed(x.unflatten(split_dim, (size, -1)).movedim(split_dim, 0))  # [R, ..., n, ..., m, ...]
     received = torch.empty_like(parts)
     with waiting():
         dist.all_to_all_single(received, parts, group=_group(group))
-    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()
+    return packed(received.movedim(0, join_dim)).flatten(join_dim, join_dim + 1)
 
 
 @fake("mplug::all_to_all")

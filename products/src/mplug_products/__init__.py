@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_products.delayed import Later as Later
+    from mplug_products.delayed import hand_out as hand_out
     from mplug_products.gathering import GatheredCopies as GatheredCopies
     from mplug_products.gathering import gathered_copies as gathered_copies
     from mplug_products.kept import Products as Products

@@ -49,14 +49,22 @@ class BufferChecks:
     def test_weight_gradients_can_be_computed_later(self, dtype: str) -> None:
         """Products whose operands leave a compiled backward pass: the gradients are bitwise those of the pass."""
         from mplug.registry.precisions import precision_named
+        from mplug_nn import MLPCore
+        from mplug_testing.delayed_core_checks import SLOT, kind_of_core, later_core_fault
         from mplug_testing.delayed_gradient_checks import INPUTS, OUTPUTS, SLOTS, later_fault
         from mplug_testing.fused import kind_of
         from mplug_testing.kernel_buffer_checks import site_of
 
         run, offers = self._offered(dtype)
         products = [(offer, slot) for offer in offers for slot in SLOTS if slot in offer.suppliers]
-        if not products:
+        cores = [(offer, offer.suppliers[SLOT]) for offer in offers if isinstance(offer.suppliers.get(SLOT), MLPCore)]
+        if not products and not cores:
             raise SkipTest(f"'{self.plugin}' supplies no whole product")
+        for offer, core in cores:
+            with naming_failures(f"{SLOT}, {dtype}"):
+                kind, weights = kind_of_core(offer, run), precision_named(dtype).weight_dtype
+                found = later_core_fault(core, kind, weights, run.device, self.compiles) if kind else ""
+            require(not found, f"{SLOT}, {dtype}: {found}")
         for offer, slot in products:
             where = f"{slot}, {dtype}"
             kind = kind_of(slot, partial(_computes, offer, site_of(slot, OUTPUTS, INPUTS), run))

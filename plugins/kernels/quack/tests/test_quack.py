@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from mplug_quack.grouped import QuackGroups
 from mplug_quack.limits import supports_experts
 from mplug_quack.limits import supports_mlp as supports
-from mplug_quack.mlp import KINDS, core
+from mplug_quack.mlp import CORE, KINDS, core
 from mplug_quack.needs import missing
 from mplug_quack.rows import ALIGNED
 from offers import run
@@ -35,7 +36,9 @@ from mplug_nn import MLP, Experts, GroupedProduct, Operand, Sink, Weights, norma
 from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
 from mplug_nn.linear import PLAIN, multiply
 from mplug_nn.mlp import activation
+from mplug_schedules.weight_gradients import WeightGradients
 from mplug_testing import KernelSuite
+from mplug_testing.delayed_core_checks import later_core_fault
 from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.kernel_cases import Case, cases
@@ -215,6 +218,43 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
     assert up.grad is None
     assert torch.equal(sink, torch.ones(64, 32))
     assert all(one.grad is not None and bool(one.grad.any()) for one in (x, bias, down))
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_core_leaves_the_operands_of_its_weight_gradients_also_in_one_graph(kind: str) -> None:
+    assert [later_core_fault(CORE, kind, torch.bfloat16, "cpu", compiles) for compiles in (False, True)] == ["", ""]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_weight_gradients_of_a_whole_model_can_come_later() -> None:
+    from mplug.training.assembly import build
+
+    parts = build(tiny_run({"model.num_layers": 2, "trainer.precision": "bf16", "trainer.micro_batch_size": 1}))
+    model, sinks = parts.model, parts.model.sinks
+    for part in model.module.modules():
+        if isinstance(part, MLP):
+            part.core = CORE
+    later = WeightGradients(model)
+    entries = {**next(iter(parts.train_loader.take(1))), "keys": torch.arange(1)}
+
+    def gradients(postponed: bool) -> dict[str, Tensor]:
+        sinks.begin_step()
+        sinks.expect_last()
+        with later.postponing(entries) if postponed else nullcontext() as rest:
+            loss, _ = model.loss(entries)
+        with nullcontext() if rest is None else rest.backward():
+            loss.backward()
+        waiting = {name for name, sink in sinks.items() if not sink.final}
+        assert waiting >= {name for name in sinks if ".mlp." in name and "weight" in name} if postponed else not waiting
+        if rest is not None:
+            rest.compute()
+        sinks.finish()
+        return {name: sink.buffer.clone() for name, sink in sinks.items()}
+
+    now, found = gradients(False), gradients(True)
+    assert [name for name, gradient in now.items() if not torch.equal(found[name], gradient)] == []
+    assert all(bool(gradient.any()) for gradient in now.values())
 
 
 # Experts. M rows, e groups, I input, O output.

@@ -44,25 +44,35 @@ def test_copies_give_the_run_of_one_process(layout: str, settings: dict[str, Any
 
 
 def exchanged(_: Any) -> list[bool]:
-    """Be one rank: whether 12 exchanges of several sizes, three in flight, bring what each rank has written for it."""
+    """Be one rank: whether 12 exchanges of several sizes in each direction, two in flight, bring what ranks have sent.
+
+    Those of one direction are taken while those of the other are under way.
+    """
     on_cpus()
     group: Any = dist.group.WORLD
     rank, copies, found, under_way = dist.get_rank(), swaps.CopySwaps(group), list[bool](), list[Any]()
 
+    def sent(number: int, heads: int, of: int, to: int) -> Tensor:
+        shape = 2, 3, heads, 4 + 3 * (number % 2)  # a head dim of 7 has no words of 16 bytes
+        return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1000 * number + 100 * of + to
+
     def check() -> None:
-        number, coming = under_way.pop(0)
+        number, coming, leaving = under_way.pop(0)
         arrived: Tensor = coming.wait()
-        found.append([part.unique().tolist() for part in arrived] == [[100 * number + 10 * r + rank] for r in (0, 1)])
+        expected = [torch.cat([sent(number, heads, of, rank) for heads in (2, 1)], 2) for of in (0, 1)]
+        with leaving.arrived() as parts:
+            back = all(
+                torch.equal(part, sent(number, heads, of, rank))
+                for heads, ranks in zip((2, 1), parts, strict=True)
+                for of, part in enumerate(ranks)
+            )
+        found.append(torch.equal(arrived, torch.stack(expected)) and back)
 
     for number in range(12):
-        arriving = torch.empty(2, 3, 5 + 7 * (number % 3), dtype=torch.float64)
-
-        def write(places: Any, number: int = number) -> None:
-            for to, place in enumerate(places):
-                place.fill_(100 * number + 10 * rank + to)
-
-        under_way.append((number, copies.start(write, arriving)))
-        if len(under_way) == 3:
+        xs = [torch.stack([sent(number, heads, rank, to) for to in (0, 1)]) for heads in (2, 1)]
+        arriving = xs[0].new_empty(2, 2, 3, 3, xs[0].shape[-1])
+        under_way.append((number, copies.start(xs, arriving), copies.give_back(xs)))
+        if len(under_way) == swaps.NUM_SLOTS:
             check()
     while under_way:
         check()

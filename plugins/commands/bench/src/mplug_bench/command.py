@@ -73,6 +73,8 @@ def command(
     Each variant runs in its own processes, and variants take turns: A B A B. Tokens and TFLOP/s are per GPU; A = 6
     counts causal attention once, A = 12 counts its full square. RATIO is the median, over rounds, of the ratio of
     tokens/s to those of the first variant in the same round; with --against, the smallest and largest are shown too.
+    BUBBLE, under pp, is the part of a step, between a rank's first pass and its last one, in which the rank computes no
+    pass.
 
     \b
     mplug bench --preset 1.7b --precision bf16 --set trainer.global_batch_size=4 --profile --limits
@@ -178,6 +180,10 @@ def _rows(everyone: "dict[str, Measured]", opposing: "Measured | None") -> str:
         ]
         for name, participant in everyone.items()
     ]
+    for figure in dict.fromkeys(name for one in everyone.values() for name in one.figures):
+        header.append(figure.upper())
+        for row, one in zip(rows, everyone.values(), strict=True):
+            row.append(f"{one.figures[figure]:.3f}" if figure in one.figures else "-")
     if opposing is not None:
         header.append(f"TO {list(everyone)[-1]}")
         for row, one in zip(rows, everyone.values(), strict=True):

@@ -1,9 +1,9 @@
 """Measure the steps of a run as `mplug train` executes them, without logs, evaluation or checkpoints."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from mplug_bench.profiling import RECORDED, Event, Profile, profile_of, profiled
 from mplug_bench.script import Script, task_of
 
 if TYPE_CHECKING:
-    from mplug import Model
+    from mplug import Model, StepResult
     from mplug_bench.ceilings import Limits
 
 
@@ -67,6 +67,8 @@ class Measured(Facts):
 
     `rounds` are the seconds of every step, one list per round; `memory_gib` is the maximum over all ranks. `waits` has
     the places where the CPU waits for the GPU in a step, with the number of times; None if that was not measured.
+    `figures` are those that the stepper measures itself (the bubble of a pipeline), of the first round: the median over
+    its steps, and the mean over ranks.
     """
 
     peak_tflops: float | None
@@ -74,6 +76,7 @@ class Measured(Facts):
     rounds: list[list[float]]
     profile: Profile | None = None
     waits: dict[str, int] | None = None
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> list[float]:
@@ -198,13 +201,14 @@ def _measure(task: Task, send: Send) -> Measured:
         from mplug_compile import compiled_graphs
         from mplug_estimates import timed
 
-        parts, config = build(run), run.config
+        parts, config, results = build(run), run.config, list["StepResult"]()
 
         def step() -> None:
             run.step += 1
             send(run.step)
             samples, optimizer = config.trainer.global_batch_size, config.optimizer
-            launch_step(run, parts, samples, optimizer.lr, optimizer.weight_decay)
+            results.append(launch_step(run, parts, samples, optimizer.lr, optimizer.weight_decay)[0])
+            del results[: -task.steps]
 
         for _ in range(task.warmup):
             step()
@@ -216,6 +220,7 @@ def _measure(task: Task, send: Send) -> Measured:
             raise RunError(
                 f"torch compiled {compiled_graphs() - compiled} graphs during the measured steps; use a larger --warmup"
             )
+        figures = _mean(run.gathered(_medians([result.measured() for result in results if result.measured])))
         memory = max(run.gathered(peak_memory_gib(run.device)))
         profile = profiled(step, run.device) if task.profile else None
         waits = waits_of(step, run.device) if task.profile else None
@@ -227,7 +232,19 @@ def _measure(task: Task, send: Send) -> Measured:
             rounds=[seconds],
             profile=profile,
             waits=waits,
+            figures=figures,
         )
+
+
+def _medians(steps: list[Mapping[str, float]]) -> dict[str, float]:
+    """The medians of figures of several steps."""
+    return {name: statistics.median(one[name] for one in steps) for name in (steps[0] if steps else {})}
+
+
+def _mean(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """The means of figures over the ranks that have them."""
+    names = dict.fromkeys(name for own in ranks for name in own)
+    return {name: statistics.fmean(own[name] for own in ranks if name in own) for name in names}
 
 
 def _recorded(stepper: Any) -> int:

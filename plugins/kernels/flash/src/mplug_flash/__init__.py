@@ -10,8 +10,6 @@ from mplug import MAY_CHANGE, Offer, Site, hookimpl
 if TYPE_CHECKING:
     from mplug import Run
 
-PACKED_HEADS = "has not been tested in a CUDA graph with packed heads"
-
 
 class Flash:
     """Attention with grouped heads, in half precision on NVIDIA GPUs."""
@@ -48,7 +46,7 @@ class Flash:
                 note=partial(_note, version),
                 serves=SERVED,
                 rate=VERSIONS[version].rate_on(run.device),
-                captures=VERSIONS[version].captures if not self.config.packed_heads else PACKED_HEADS,
+                captures=VERSIONS[version].captures,
             )
             for version in self._candidates
         ]

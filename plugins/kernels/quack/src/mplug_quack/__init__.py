@@ -28,7 +28,7 @@ class Quack:
         """Offer `MLP.core`, an MLP between its collectives, and the products of experts."""
         from mplug_quack.grouped import QuackGroups
         from mplug_quack.limits import supports_experts, supports_mlp
-        from mplug_quack.mlp import core
+        from mplug_quack.mlp import CORE
 
         grouped: dict[str, Any] = {EXPERTS: QuackGroups()}
-        return [Offer({"MLP.core": core}, supports_mlp, partial=True), Offer(grouped, supports_experts, partial=True)]
+        return [Offer({"MLP.core": CORE}, supports_mlp, partial=True), Offer(grouped, supports_experts, partial=True)]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug_nn import Weights, fake, operator, weight_gradient
+from mplug_nn import MLPCore, Weights, fake, operator, weight_gradient
+from mplug_products import Later, hand_out
 from mplug_quack.rows import ALIGNED, aligned_rows
 
 KINDS = ("gelu", "gelu_tanh")
@@ -19,25 +20,56 @@ def core(
 
     If ALIGNED does not divide F, the width on this rank, it calls `composed`, the composition of the narrower slots.
     """
-    if up.values.shape[0] % ALIGNED:
+    return delayed(x, up, bias, down, kind, composed, None, None)
+
+
+def delayed(
+    x: Tensor,
+    up: Weights,
+    bias: Tensor | None,
+    down: Weights,
+    kind: str,
+    composed: Callable[[Tensor], Tensor],
+    up_later: Later | None,
+    down_later: Later | None,
+) -> Tensor:
+    """`core`, whose backward hands out the operands of weight gradients that are computed later (`MLPCore`)."""
+    width, dim = up.values.shape
+    if width % ALIGNED:
         return composed(x)
-    y: Tensor = _MLP.apply(x, bias, kind, *up, *down)  # type: ignore[no-untyped-call]
+    if up_later is not None and up_later.declare is not None:
+        rows = x.flatten(0, -2)
+        up_later.declare((rows.new_empty(len(rows), width), rows))
+    if down_later is not None and down_later.declare is not None:
+        rows = x.new_empty(x.numel() // dim, dim)
+        down_later.declare((rows, rows.new_empty(len(rows), width)))
+    taps = [() if later is None else later.taps for later in (up_later, down_later)]
+    weights = [
+        one if later is None else one._replace(values=one.values.detach())
+        for one, later in ((up, up_later), (down, down_later))
+    ]
+    call = x, bias, kind, *map(len, taps), *weights[0], *weights[1], *taps[0], *taps[1]
+    y: Tensor = _MLP.apply(*call)  # type: ignore[no-untyped-call]
     return y
+
+
+CORE = MLPCore(core, delayed=delayed)
 
 
 class _MLP(torch.autograd.Function):
     """h = x upᵀ + bias, a = act(h), y = a downᵀ; x and y [..., D], h and a [T, F]. Saves x and h.
 
     Backward: one kernel computes grad_h = act'(h) (grad_y down) and recomputes a. Then follow the weights' gradients,
-    which go into their sinks, and grad_x = grad_h up.
+    which go into their sinks, and grad_x = grad_h up. If a weight has taps, they receive the operands of its gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, bias, kind, *weights):  # type: ignore[no-untyped-def]
-        up, down = Weights(*weights[:3]), Weights(*weights[3:])
+    def forward(ctx, x, bias, kind, up_taps, down_taps, *tensors):  # type: ignore[no-untyped-def]
+        up, down = Weights(*tensors[:3]), Weights(*tensors[3:6])
         h, a = activated(x.flatten(0, -2), up.values, bias, kind)
         ctx.save_for_backward(x, h, up.values, down.values)
         ctx.kind, ctx.bias, ctx.sinks = kind, None if bias is None else bias.dtype, (up[1:], down[1:])
+        ctx.taps = up_taps, down_taps
         return (a @ down.values.t()).view(x.shape)
 
     @staticmethod
@@ -46,12 +78,13 @@ class _MLP(torch.autograd.Function):
         up, down = (Weights(one, *sink) for one, sink in zip(values, ctx.sinks, strict=True))
         grad_y = grad_y.flatten(0, -2)
         grad_h, a = gradient(grad_y, down.values, h, ctx.kind)
-        needs_gradient = ctx.needs_input_grad  # (x, bias, kind, up, up's two of the sink, down, down's two)
-        grad_down = weight_gradient(grad_y, a, down) if needs_gradient[6] else None
-        grad_up = weight_gradient(grad_h, x, up) if needs_gradient[3] else None
+        needs_gradient = ctx.needs_input_grad  # (x, bias, kind, two numbers, up, up's two of the sink, down, ...)
+        grad_down = weight_gradient(grad_y, a, down) if needs_gradient[8] else None
+        grad_up = weight_gradient(grad_h, x, up) if needs_gradient[5] else None
         grad_x = (grad_h @ up.values).view(x.shape) if needs_gradient[0] else None
         grad_bias = None if ctx.bias is None else grad_h.sum(0, dtype=torch.float32).to(ctx.bias)
-        return grad_x, grad_bias, None, grad_up, None, None, grad_down, None, None
+        of_taps = hand_out((grad_h, x.flatten(0, -2)), ctx.taps[0]) + hand_out((grad_y, a), ctx.taps[1])
+        return grad_x, grad_bias, *[None] * 3, grad_up, None, None, grad_down, None, None, *of_taps
 
 
 # Operators that a compiler does not look into. QuACK is imported when they run, not when they are declared.

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug_cp.exchange import HEADS, copies_of_kv
-from mplug_cp.swaps import Coming, Write, swaps_of
+from mplug_cp.swaps import Coming, Leaving, swaps_of
 from mplug_cp.totals import gradient_of_sinks, weigh_with_sinks, wide
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
 from mplug_ops.transfers import group_named
+from mplug_ops.words import put
 
 Operator = Callable[..., tuple[Tensor, ...]]
 ARGUMENTS = "Tensor? documents, Tensor? sinks, float scale, bool causal, int chunks, str group"
@@ -63,21 +64,17 @@ def _parts(x: Tensor, size: int) -> Tensor:
     return x.unflatten(1, (size, -1)).movedim(1, 0)
 
 
-def _writing(*xs: Tensor) -> Write:
-    """Write xs [R, B, S/R, h, K], concatenated along heads, to a place [B, S/R, sum of h, K] for each rank."""
-    heads = [x.shape[3] for x in xs]
-
-    def write(places: Sequence[Tensor]) -> None:
-        for rank, place in enumerate(places):
-            for part, x in zip(place.split(heads, dim=HEADS), xs, strict=True):
-                part.copy_(x[rank])
-
-    return write
+def _put(totals: Sequence[Tensor], leaving: Leaving, chunks: int, number: int) -> None:
+    """Write the heads of a chunk that all ranks give back into tensors [B, S/R, H, K], when they have arrived."""
+    with leaving.arrived() as parts:
+        for total, ranks in zip(totals, parts, strict=True):
+            for place, part in zip(_for_ranks(total, len(ranks), chunks, number), ranks, strict=True):
+                put(place, part)
 
 
-def _put(whole: Tensor, chunk: Tensor, chunks: int, number: int) -> None:
-    """Write the heads of a chunk from all ranks [R, B, S/R, h, K] into a tensor [B, S/R, H, K]."""
-    whole.unflatten(HEADS, (len(chunk), chunks, -1))[:, :, :, number] = chunk.movedim(0, 2)
+def _stacked(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The tensors of all chunks as one, contiguous; without a copy if there is one, and it is."""
+    return xs[0].to(dtype).contiguous()[None] if len(xs) == 1 else torch.stack([x.to(dtype) for x in xs])
 
 
 def _of_chunk(sinks: Tensor | None, chunks: int, number: int) -> Tensor | None:
@@ -88,15 +85,14 @@ def _attend(parts: AttentionParts, q: Tensor, k: Tensor, v: Tensor, *rest: Any) 
     """(output [B, S/R, H, K]; for backward: messages [n, R, B, S/R, h + 2g, K], outputs, log-sum-exps)."""
     documents, sinks, scale, causal, chunks, name = rest
     swaps, size = swaps_of(name), group_named(name).size()
-    results = _shapes(q, k, v, *rest)
-    output, messages, outputs, sums = results
+    output, messages = _shapes(q, k, v, *rest)[:2]
     lengths = None if documents is None else (documents, documents)
     heads = [x.shape[HEADS] // size // chunks for x in (q, k, v)]
 
     def started(number: int) -> Coming:
-        return swaps.start(_writing(*(_for_ranks(x, size, chunks, number) for x in (q, k, v))), messages[number])
+        return swaps.start([_for_ranks(x, size, chunks, number) for x in (q, k, v)], messages[number])
 
-    coming, leaving = started(0), []
+    coming, leaving, outputs, sums = started(0), list[Leaving](), list[Tensor](), list[Tensor]()
     for number in range(chunks):
         following = started(number + 1) if number + 1 < chunks else None
         own = _whole(coming.wait()).split(heads, dim=HEADS)
@@ -104,13 +100,14 @@ def _attend(parts: AttentionParts, q: Tensor, k: Tensor, v: Tensor, *rest: Any) 
         if (of_chunk := _of_chunk(sinks, chunks, number)) is not None:
             mixed = mixed.to(wide(q), copy=True)
             sum_ = weigh_with_sinks(mixed, sum_, of_chunk)
-        outputs[number], sums[number] = mixed, sum_
-        mixed = _parts(outputs[number], size)
-        leaving.append(swaps.start(_writing(mixed), torch.empty_like(mixed, memory_format=torch.contiguous_format)))
+        outputs.append(mixed.to(q.dtype).contiguous())
+        sums.append(sum_)
+        leaving.append(swaps.give_back([_parts(outputs[-1], size)]))
+        if number:  # attention of this chunk has hidden it
+            _put([output], leaving[number - 1], chunks, number - 1)
         coming = following
-    for number, chunk in enumerate(leaving):
-        _put(output, chunk.wait(), chunks, number)
-    return results
+    _put([output], leaving[-1], chunks, chunks - 1)
+    return output, messages, _stacked(outputs, q.dtype), _stacked(sums, wide(q))
 
 
 def _differentiate(
@@ -123,24 +120,23 @@ def _differentiate(
     heads = [x.shape[HEADS] // size // chunks for x in found[:3]]
 
     def started(number: int) -> Coming:
-        leaving = _for_ranks(grad, size, chunks, number)
-        return swaps.start(_writing(leaving), torch.empty_like(leaving, memory_format=torch.contiguous_format))
+        x = _for_ranks(grad, size, chunks, number)
+        return swaps.start([x], torch.empty_like(x, memory_format=torch.contiguous_format))
 
-    coming, leaving = started(0), []
+    coming, leaving = started(0), list[Leaving]()
     for number in range(chunks):
         following = started(number + 1) if number + 1 < chunks else None
         own, of_output = _whole(messages[number]).split(heads, dim=HEADS), _whole(coming.wait())
         gradients = parts.backward(
             of_output, *own, outputs[number], sums[number], scale=scale, causal=causal, lengths=lengths
         )
-        own = [_parts(x, size) for x in gradients]
-        leaving.append(swaps.start(_writing(*own), torch.empty_like(messages[number])))
+        leaving.append(swaps.give_back([_parts(x, size) for x in gradients]))
         of_chunk = _of_chunk(sinks, chunks, number)
         of_sinks.append(gradient_of_sinks(of_chunk, of_output, outputs[number], sums[number]))
+        if number:
+            _put(found[:3], leaving[number - 1], chunks, number - 1)
         coming = following
-    for number, chunk in enumerate(leaving):
-        for total, part in zip(found[:3], chunk.wait().split(heads, dim=3), strict=True):
-            _put(total, part, chunks, number)
+    _put(found[:3], leaving[-1], chunks, chunks - 1)
     return *found[:3], torch.cat(of_sinks)
 
 

@@ -1,0 +1,100 @@
+"""The extension `local_checkpoints`: checkpoints on the disks of the machines, each with a copy on another machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from mplug import hookimpl
+from mplug.errors import UsageError
+
+if TYPE_CHECKING:
+    from mplug.config.binding import RunConfig
+    from mplug.run.run import Run
+    from mplug.training.healing import Copies
+    from mplug.training.saving import Position
+    from mplug_heal.local_saves import LocalSaves
+
+
+class LocalCheckpoints:
+    """Saves a run often on the local disks of its machines, and continues it from there after a failure."""
+
+    source = ""
+
+    class Config(BaseModel):
+        """Where the local checkpoints are, and how often they are saved."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        folder: str = Field(
+            description="an absolute path on the local disk of each machine; variables of the environment of each "
+            "process are replaced, as in '$SLURM_TMPDIR/mplug'"
+        )
+        every: PositiveInt | Literal["auto"] = Field(
+            "auto",
+            description="steps between two local checkpoints; 'auto': the interval that loses the least time, by the "
+            "measured cost and checkpoint.hours_between_failures",
+        )
+        keep: PositiveInt = Field(
+            1, description="complete local checkpoints that stay on the disks; while one is written, it is one more"
+        )
+        peer: bool | None = Field(
+            None,
+            description="whether each machine also keeps the parts of another one; null: yes, if there are several",
+        )
+        machine: str | None = Field(
+            None,
+            description="a name of what fails together, such as '$RACK': copies are kept under another name; null: the "
+            "host",
+        )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._saves: LocalSaves | None = None
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """Refuse a relative folder."""
+        folder = self.config.folder
+        if not folder.startswith(("/", "~", "$")):
+            raise UsageError(
+                f"extensions.local_checkpoints.folder='{folder}' is relative to the folder where the run starts, which "
+                f"machines often share; name an absolute path on the local disk of each machine"
+            )
+
+    @hookimpl
+    def copies(self, run: "Run") -> "Copies":
+        """This object: it is a `Copies`."""
+        return self
+
+    def restore(
+        self, run: "Run", position: "Position", newest: Path | None = None, allowed: tuple[str, ...] = ()
+    ) -> bool:
+        """Continue after the newest step of which the local disks have all parts."""
+        from mplug_heal.copies import saved_position
+        from mplug_heal.local_saves import LocalSaves
+
+        found = saved_position(position, "extensions.local_checkpoints")
+        if self._saves is None:
+            self._saves = LocalSaves(run, self.config)
+        source = self._saves.restore(run, found, newest, allowed)
+        self.source = source or ""
+        return source is not None
+
+    def is_due(self, run: "Run", saves: bool) -> bool:
+        """Whether to save this step locally."""
+        assert self._saves is not None
+        return self._saves.is_due(run)
+
+    def keep(self, run: "Run", position: "Position") -> None:
+        """Save this step locally."""
+        from mplug_heal.copies import saved_position
+
+        assert self._saves is not None
+        self._saves.save(run, saved_position(position, "extensions.local_checkpoints"))
+
+    @hookimpl
+    def run_finished(self, run: "Run") -> None:
+        """Wait for what is being written. After the last step, its checkpoint takes the place of the local ones."""
+        if self._saves is not None:
+            self._saves.finish(run)

@@ -123,8 +123,7 @@ def heal(run: "Run") -> "Healer | None":
 def copies(run: "Run") -> "Copies | None":
     """The object that copies the state of a run outside its checkpoints, and continues the run from the copies.
 
-    Called in each process when it has built its part of the run. `mplug.training.healing.Copies` is the contract. An
-    object of `heal` does the same, and comes first.
+    Called in each process when it has built its part of the run. The contract is `mplug.training.healing.Copies`.
     """
 
 

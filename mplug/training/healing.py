@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 class Copies(Protocol):
     """Copies of a run's state, such as those in the memory of its processes or on the disks of its machines."""
 
-    @property
-    def source(self) -> str:
-        """Where the copies are from which the run has continued, as messages name it."""
+    source: str
+    """Where the copies are from which the run has continued, as messages name it."""
 
     def restore(self, run: "Run", position: "Position", newest: Path | None, allowed: tuple[str, ...] = ()) -> bool:
-        """Continue the run from its copies. Collective; called before a run begins or is resumed.
+        """Continue the run from its copies, before it begins or is resumed. Collective.
 
         False if there are no complete copies, or if the checkpoint `newest` is newer. `allowed` fields may change.
         """

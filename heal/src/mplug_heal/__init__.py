@@ -1,4 +1,4 @@
-"""Changes of a run while it trains: another layout, and the death of a process or a machine. This module imports no torch."""
+"""Changes of a run while it trains: another layout, the death of a process or machine. This module imports no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -3,9 +3,9 @@
     FOLDER/gpt-small-5f0c.../step_00000040.8d31.../    rank00003.safetensors   the tensors that rank 3 owns
                                                        rank00003.json          its size and checksum, written last
 
-A part is complete if it has both files. Its tensors have names as in a checkpoint. The part of rank 0 also has the plain
-data of a checkpoint (position, states, config). All that describes the tensors is in the metadata of the safetensors
-file, which the checksum covers.
+A part is complete if it has both files. Its tensors have names as in a checkpoint. The part of rank 0 also has the
+plain data of a checkpoint (position, states, config). All that describes the tensors is in the metadata of the
+safetensors file, which the checksum covers.
 """
 
 import json
@@ -97,7 +97,7 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path, about: str) -> None:
 
 
 def found_on(root: Path) -> dict[Key, tuple[int, list[int]]]:
-    """The local checkpoints of a run on a disk: (number of all parts, those that are complete here). Reads no tensor."""
+    """The local checkpoints of a run on a disk: (number of all parts, those that are complete here)."""
     found: dict[Key, tuple[int, list[int]]] = {}
     for folder in sorted(root.glob("step_*.*")):
         key = Key(step_of(folder.with_suffix("")), folder.suffix[1:])

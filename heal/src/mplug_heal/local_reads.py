@@ -1,9 +1,9 @@
 """Continue a run from the parts of its state on the local disks of its machines.
 
-Each machine has the parts of its own ranks, and those of the ranks whose copies it keeps. A part is read from the disk of
-its own rank, or else from a disk with its copy. The boxes then go from the ranks that have read them to those that need
-them, as after a change of the layout. So a machine with an empty disk gets its parts from the others, and a run may
-continue under another layout.
+Each machine has the parts of its own ranks, and those of the ranks whose copies it keeps. A part is read from the disk
+of its own rank, or else from a disk with its copy. The boxes then go from the ranks that have read them to those that
+need them, as after a change of the layout. So a machine with an empty disk gets its parts from the others, and a run
+may continue under another layout.
 """
 
 import logging

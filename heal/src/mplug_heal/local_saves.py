@@ -1,9 +1,9 @@
 """Save a run on the local disks of its machines while it trains, and continue it from there.
 
-A save is a copy of the state in memory, as `copies` makes it: of what the rank owns, and of what another rank owns whose
-copy it keeps. A thread writes both to the disk. The ranks agree on the outcome at the next save, because the thread takes
-part in no collective; until then, the local checkpoint before stays. A local checkpoint needs no mark of its own: it is
-complete if the disks of all machines together have all of its parts.
+A save is a copy of the state in memory, as `copies` makes it: of what the rank owns, and of what another rank owns
+whose copy it keeps. A thread writes both to the disk. The ranks agree on the outcome at the next save, because the
+thread takes part in no collective; until then, the local checkpoint before stays. A local checkpoint needs no mark of
+its own: it is complete if the disks of all machines together have all of its parts.
 """
 
 import logging

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deaths import figures, healed
 
 from mplug.distributed.supervision import Send
@@ -24,7 +25,7 @@ from mplug.training.job import Job, Outcome
 from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug.training.stepper import DefaultStepper
-from mplug_heal import local_saves
+from mplug_heal import local_files, local_saves
 from mplug_heal.local_files import Key, Part, found_on, read_part, write_part
 from mplug_heal.machines import Place, keepers, readers, refusal
 from mplug_saving.boxes import Boxed
@@ -51,16 +52,16 @@ class Killed(BaseException):
 def attempt(folder: Path, size: int, layout: str, settings: dict[str, Any], ends_in: int, largest: int) -> list[str]:
     """Be one rank of an attempt that ends in a step; the files on the disk of its machine. There are two machines.
 
-    With `largest`, no file of rank 1 may have more bytes.
+    With `largest`, no local file of rank 1 may have more bytes.
     """
-    rank = int(os.environ["RANK"])
+    rank = dist.get_rank()
     machine = rank * 2 // size
     os.environ["LOCAL_DISK"], os.environ["LOCAL_MACHINE"] = str(folder / f"disk{machine}"), f"machine{machine}"
     observers = {"host/metrics": MetricsFile()} if rank == 0 else {}
     config = tiny_config({**SETTINGS, **LOCAL, **settings, "parallel.layout": layout})
     run = as_rank(prepare(config, observers, folder / "runs" / "one"))
     if largest and rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+        _limit_local_files(largest)
     saved = complete(run.checkpoints)
     _before_update(run, ends_in)
     try:
@@ -69,6 +70,19 @@ def attempt(folder: Path, size: int, layout: str, settings: dict[str, Any], ends
         for writing in [*local_saves._UNFINISHED]:  # the test looks at what is written
             writing.join()
     return [path.relative_to(folder).as_posix() for path in sorted((folder / f"disk{machine}").rglob("rank*.s*"))]
+
+
+def _limit_local_files(largest: int) -> None:
+    save, (_, hard) = local_files._save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*arguments: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+        try:
+            save(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    local_files._save = limited
 
 
 def _before_update(run: Run, step: int) -> None:
@@ -241,6 +255,7 @@ def dying_twice(job: Job, _: object, send: Send) -> Outcome:
 @pytest.mark.wide("kills")
 def test_processes_whose_memory_lacks_a_part_go_on_from_the_local_disk(tmp_path: Path) -> None:
     settings = {f"{SECTION}.folder": str(tmp_path / "disk"), f"{SECTION}.every": 1, "extensions.heal.spares": 2}
+    settings |= {"checkpoint.asynchronous": False}
     healed(tmp_path / "whole", "fsdp4", settings)
     healed(tmp_path, "fsdp4", settings, doing=dying_twice)
     assert origin(tmp_path).startswith("after step 5, from its local checkpoints")

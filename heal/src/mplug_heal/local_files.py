@@ -100,9 +100,9 @@ def found_on(root: Path) -> dict[Key, tuple[int, list[int]]]:
     """The local checkpoints of a run on a disk: (number of all parts, those that are complete here)."""
     found: dict[Key, tuple[int, list[int]]] = {}
     for folder in sorted(root.glob("step_*.*")):
-        key = Key(step_of(folder.with_suffix("")), folder.suffix[1:])
         for seal in sorted(folder.glob("rank*.json")):
             with suppress(ValueError, OSError, KeyError, TypeError):  # a damaged one counts as none
+                key = Key(step_of(folder.with_suffix("")), folder.suffix[1:])
                 size = int(parse_json(read_small(folder, seal.name), seal.name)["size"])
                 rank = int(seal.stem.removeprefix("rank"))
                 found.setdefault(key, (size, []))[1].append(rank)

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from mplug.run.run import Run
 from mplug.system.files import write_whole
 from mplug.training.save_times import EverySteps, SaveTimes
 from mplug_heal.live_state import LiveState, capture
-from mplug_heal.local_files import Key, Part, remove_others, remove_parts, write_part
+from mplug_heal.local_files import Key, Part, found_on, remove_others, remove_parts, write_part
 from mplug_heal.local_reads import continued
 from mplug_heal.machines import Place, expanded, keepers, place_of_process, refusal
 from mplug_heal.parts import copied, second_copies
@@ -181,9 +182,9 @@ class LocalSaves:
         if run.step < run.config.trainer.steps or self._root is None:
             return
         ranks = [run.rank, *(rank for rank, keeper in self._keepers.items() if keeper == run.rank)]
-        for key in [*self._complete, *([writing.key] if writing is not None else [])]:
+        for key in found_on(self._root):
             remove_parts(key.folder(self._root), ranks)
-        if self._removes and self._root.is_dir() and not any(self._root.iterdir()):
+        with suppress(OSError):  # another rank of this machine has its parts there
             self._root.rmdir()
 
     def _refuse_or_state_one_machine(self, run: Run) -> None:
@@ -206,7 +207,9 @@ class LocalSaves:
         if every == "auto" or self._is_stated or run.rank:
             return
         self._is_stated = True
-        log.info("local checkpoints follow every %d steps: a failure loses at most the steps since the last one", every)
+        sentence = f"a local checkpoint follows every {every} steps: a failure repeats at most {every} of them"
+        log.info("%s", sentence)
+        print(f"mplug: {sentence}, or {2 * every} while one is being written", file=sys.stderr, flush=True)
 
     def _folder_of(self, run: Run) -> Path | None:
         """The folder of the run's local checkpoints on this machine; None if it has saved none."""

@@ -44,6 +44,8 @@ IDENTITY = "local_checkpoints"
 """The file in the folder of a run with the name of its folder on local disks: another run may have the same name."""
 PATIENCE = 60.0
 """Seconds for which a run waits for what an earlier attempt of it still writes."""
+SPEED = 1e9
+"""Assumed bytes per second of a local disk, until the first save has measured it."""
 _UNFINISHED: set["_Writing"] = set()
 
 
@@ -145,7 +147,8 @@ class LocalSaves:
         if not run.config.checkpoint.asynchronous:
             self._settle(run)
         self._state(run)
-        self._times.saved(run, time.monotonic() - began, self._longest)
+        expected = self._longest or sum(_num_bytes(state) for state in states.values()) / SPEED
+        self._times.saved(run, time.monotonic() - began, expected)
 
     def _settle(self, run: Run) -> None:
         """Wait for the last save, agree on its outcome, and remove what it replaces. Collective."""
@@ -227,3 +230,7 @@ class LocalSaves:
         if run.rank == 0:
             write_whole(run.directory / IDENTITY, name)
         return self._base / from_rank(run, 0, name)
+
+
+def _num_bytes(state: State) -> int:
+    return sum(part.nbytes for boxed in state.values() for part in boxed.parts.values())

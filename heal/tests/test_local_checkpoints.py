@@ -30,6 +30,8 @@ from mplug_heal.local_files import Key, Part, found_on, read_part, write_part
 from mplug_heal.machines import Place, keepers, readers, refusal
 from mplug_saving.boxes import Boxed
 from mplug_saving.folder import complete
+from mplug_saving.names import ELSEWHERE
+from mplug_saving.starting import Saving
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, tiny_config
 
@@ -262,6 +264,13 @@ def test_processes_whose_memory_lacks_a_part_go_on_from_the_local_disk(tmp_path:
     found, expected = (figures(folder / "runs" / "one") for folder in (tmp_path, tmp_path / "whole"))
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=EXACT)
+
+
+def test_a_run_without_a_shared_checkpoint_can_be_resumed_once_it_is_saved_locally(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no checkpoint"):
+        Saving().newest(tmp_path, restarted=False)
+    (tmp_path / ELSEWHERE).touch()
+    assert Saving().newest(tmp_path, restarted=False) is None
 
 
 # What is refused, and what needs no processes.

@@ -31,6 +31,7 @@ from mplug_heal.machines import Place, expanded, keepers, place_of_process, refu
 from mplug_heal.parts import copied, second_copies
 from mplug_heal.save_times import OptimalSaves
 from mplug_saving.boxes import State
+from mplug_saving.names import ELSEWHERE
 from mplug_saving.position import Position
 from mplug_saving.rank_exchanges import from_rank
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mplug")
 
 SECTION = "extensions.local_checkpoints"
-IDENTITY = "local_checkpoints"
-"""The file in the folder of a run with the name of its folder on local disks: another run may have the same name."""
 PATIENCE = 60.0
 """Seconds for which a run waits for what an earlier attempt of it still writes."""
 SPEED = 1e9
@@ -110,6 +109,9 @@ class LocalSaves:
             return None
         found = continued(run, position, self._root, self._places, newest, allowed)
         if found is None:
+            if newest is None and run.rank == 0:
+                sentence = "no local checkpoint is complete, and the run has no other one, so it begins anew"
+                print(f"mplug: {sentence}", file=sys.stderr, flush=True)
             return None
         key, source = found
         self._complete = [key]
@@ -215,9 +217,12 @@ class LocalSaves:
         print(f"mplug: {sentence}, or {2 * every} while one is being written", file=sys.stderr, flush=True)
 
     def _folder_of(self, run: Run) -> Path | None:
-        """The folder of the run's local checkpoints on this machine; None if it has saved none."""
+        """The folder of the run's local checkpoints on this machine; None if it has saved none.
+
+        Its name is in the folder of the run: another run may have had the same name.
+        """
         assert run.directory is not None
-        path, name = run.directory / IDENTITY, ""
+        path, name = run.directory / ELSEWHERE, ""
         if run.rank == 0 and path.is_file():
             name = path.read_text().strip()
         name = from_rank(run, 0, name)
@@ -228,7 +233,7 @@ class LocalSaves:
         assert run.directory is not None
         name: Any = f"{run.directory.name}-{uuid4().hex}" if run.rank == 0 else ""
         if run.rank == 0:
-            write_whole(run.directory / IDENTITY, name)
+            write_whole(run.directory / ELSEWHERE, name)
         return self._base / from_rank(run, 0, name)
 
 

@@ -267,7 +267,7 @@ def test_processes_whose_memory_lacks_a_part_go_on_from_the_local_disk(tmp_path:
 
 
 def test_a_run_without_a_shared_checkpoint_can_be_resumed_once_it_is_saved_locally(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no checkpoint"):
+    with pytest.raises(UsageError, match="no complete checkpoint"):
         Saving().newest(tmp_path, restarted=False)
     (tmp_path / ELSEWHERE).touch()
     assert Saving().newest(tmp_path, restarted=False) is None

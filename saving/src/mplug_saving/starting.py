@@ -37,7 +37,7 @@ class Saving:
     def newest(self, directory: Path, restarted: bool) -> Path | None:
         """The newest checkpoint of a run. UsageError if it has none; None if a launcher or --restarts started it anew.
 
-        Such a run may have ended before its first checkpoint. None also if it is saved elsewhere, such as on local disks.
+        Such a run may have ended before its first checkpoint. None also if it is saved elsewhere: on local disks.
         """
         folder, needs_none = directory / "checkpoints", restarted or (directory / ELSEWHERE).is_file()
         return None if needs_none and not complete(folder) else newest(folder)

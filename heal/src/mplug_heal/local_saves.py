@@ -178,6 +178,7 @@ class LocalSaves:
             f"cannot save the local checkpoint of step {key.step} on rank {rank}, on {self._places[rank].host}, in "
             f"'{self._config.folder}': {errors[rank]}; {earlier}, and training continues"
         )
+        log.warning("%s", sentence)
         print(f"mplug: {sentence}", file=sys.stderr, flush=True)
 
     def finish(self, run: Run) -> None:

@@ -93,7 +93,7 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path, about: str) -> None:
     try:
         save_file({name: one.contiguous() for name, one in tensors.items()}, path, {ABOUT: about})
     except safetensors.SafetensorError as error:  # of a full disk, for example
-        raise OSError(None, str(error)) from error
+        raise OSError(str(error)) from error
 
 
 def found_on(root: Path) -> dict[Key, tuple[int, list[int]]]:

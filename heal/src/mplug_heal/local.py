@@ -1,12 +1,11 @@
 """The extension `local_checkpoints`: checkpoints on the disks of the machines, each with a copy on another machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from typing import TYPE_CHECKING
 
 from mplug import hookimpl
 from mplug.errors import UsageError
+from mplug_heal.local_config import LocalConfig
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
@@ -20,35 +19,9 @@ class LocalCheckpoints:
     """Saves a run often on the local disks of its machines, and continues it from there after a failure."""
 
     source = ""
+    Config = LocalConfig
 
-    class Config(BaseModel):
-        """Where the local checkpoints are, and how often they are saved."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-        folder: str = Field(
-            description="an absolute path on the local disk of each machine; variables of the environment of each "
-            "process are replaced, as in '$SLURM_TMPDIR/mplug'"
-        )
-        every: PositiveInt | Literal["auto"] = Field(
-            "auto",
-            description="steps between two local checkpoints; 'auto': the interval that loses the least time, by the "
-            "measured cost and checkpoint.hours_between_failures",
-        )
-        keep: PositiveInt = Field(
-            1, description="complete local checkpoints that stay on the disks; while one is written, it is one more"
-        )
-        peer: bool | None = Field(
-            None,
-            description="whether each machine also keeps the parts of another one; null: yes, if there are several",
-        )
-        machine: str | None = Field(
-            None,
-            description="a name of what fails together, such as '$RACK': copies are kept under another name; null: the "
-            "host",
-        )
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: LocalConfig) -> None:
         self.config = config
         self._saves: LocalSaves | None = None
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -25,6 +24,7 @@ from mplug.run.run import Run
 from mplug.system.files import write_whole
 from mplug.training.save_times import EverySteps, SaveTimes
 from mplug_heal.live_state import LiveState, capture
+from mplug_heal.local_config import LocalConfig
 from mplug_heal.local_files import Key, Part, found_on, remove_others, remove_parts, write_part
 from mplug_heal.local_reads import continued
 from mplug_heal.machines import Place, expanded, keepers, place_of_process, refusal
@@ -34,9 +34,6 @@ from mplug_saving.boxes import State
 from mplug_saving.names import ELSEWHERE
 from mplug_saving.position import Position
 from mplug_saving.rank_exchanges import from_rank
-
-if TYPE_CHECKING:
-    from mplug_heal.local import LocalCheckpoints
 
 log = logging.getLogger("mplug")
 
@@ -75,7 +72,7 @@ class _Writing(threading.Thread):
 class LocalSaves:
     """The local checkpoints of one attempt of a run, on all ranks together."""
 
-    def __init__(self, run: Run, config: "LocalCheckpoints.Config") -> None:
+    def __init__(self, run: Run, config: LocalConfig) -> None:
         """Meet the other ranks. UsageError on all if the local folder of one cannot be used."""
         for writing in [*_UNFINISHED]:
             writing.join(PATIENCE)
@@ -232,10 +229,10 @@ class LocalSaves:
 
     def _new_folder(self, run: Run) -> Path:
         assert run.directory is not None
-        name: Any = f"{run.directory.name}-{uuid4().hex}" if run.rank == 0 else ""
+        name = from_rank(run, 0, f"{run.directory.name}-{uuid4().hex}")
         if run.rank == 0:
             write_whole(run.directory / ELSEWHERE, name)
-        return self._base / from_rank(run, 0, name)
+        return self._base / name
 
 
 def _num_bytes(state: State) -> int:

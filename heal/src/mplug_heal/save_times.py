@@ -25,7 +25,7 @@ class OptimalSaves:
     Rank 0 measures, and its answer holds for all ranks. Evaluations count as time of steps: a failure repeats them too.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, what: str = "checkpoint") -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, what: str = "checkpoint") -> None:
         self._clock, self._what = clock, what
         self._since: tuple[int, float] | None = None
         self._next = 0

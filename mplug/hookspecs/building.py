@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mplug.model.slots.selection import Selection
     from mplug.precisions.precision import Precision
     from mplug.run.run import Run
-    from mplug.training.healing import Healer
+    from mplug.training.healing import Copies, Healer
     from mplug.training.stepper import DefaultStepper
 
 # Build: before any process starts, then again on every rank.
@@ -116,6 +116,14 @@ def heal(run: "Run") -> "Healer | None":
 
     Called in `mplug train` before it starts the processes of a run, and in each process when it has built its part of
     the run. `mplug.training.healing.Healer` is the contract.
+    """
+
+
+@all_plugins
+def copies(run: "Run") -> "Copies | None":
+    """The object that copies the state of a run outside its checkpoints, and continues the run from the copies.
+
+    Called in each process when it has built its part of the run. The contract is `mplug.training.healing.Copies`.
     """
 
 

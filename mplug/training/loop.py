@@ -8,10 +8,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
@@ -24,7 +25,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.faults import faults
-from mplug.training.healing import Healer, healer_of
+from mplug.training.healing import Copies, copies_of, due_copies
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.preflight import Preflight
 from mplug.training.relayouts import Relayouts
@@ -71,19 +72,20 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = position_of(run, parts)
         run.enter("loading a checkpoint" if resume_from else "beginning the run")
-        loaded, resumed_from, healer = Loaded(), None, healer_of(run)
-        if healer is not None and healer.restore(run, position):
-            _report(run, [f"the run continues after step {run.step}, from the copies in its processes"])
-        elif resume_from is None:
-            loaded = _begin(run, parts)
-        else:
+        loaded, resumed_from, copies = Loaded(), None, copies_of(run)
+        is_continued, choice = _continued(run, position, copies, resume_from, allowed), None
+        if resume_from is not None and not is_continued:
             choice = position.choose(resume_from)
             _report(run, choice.lines())
+            is_continued = choice.path != resume_from and _continued(run, position, copies, choice.path, allowed)
+        if choice is not None and not is_continued:
             if choice.manifest["step"] == run.config.trainer.steps:
                 run.step = choice.manifest["step"]
                 return Ending(nothing_left=True)
             position.load(choice, allowed)
             resumed_from = choice.path
+        elif not is_continued:
+            loaded = _begin(run, parts)
         _write_beginning(run, parts, position, loaded, resumed_from)
         del parts  # a change of the layout replaces them
         with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
@@ -92,7 +94,7 @@ def train(
             _report(run, [] if preflight is None else preflight.data_gap(run, samples))
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
-            val_loss = _steps(run, position, time_left, healer)
+            val_loss = _steps(run, position, time_left, copies)
             run.hooks.observe("run_finished", run=run)
             log.info("%s after step %d of %d", ENDED, run.step, run.config.trainer.steps)
             if run.step == run.config.trainer.steps and (
@@ -102,6 +104,13 @@ def train(
             reasons = run.gathered((interrupt.signal, time_left.expired))  # one rank's reason ends all ranks alike
     stopped_by = next((number for number, _ in reasons if number is not None), None)
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
+
+
+def _continued(run: Run, position: Position, copies: Sequence[Copies], *newest_and_allowed: Any) -> bool:
+    """Continue from copies that are not older than the newest checkpoint, if a plugin has some. Collective."""
+    found = next((one for one in copies if one.restore(run, position, *newest_and_allowed)), None)
+    _report(run, [] if found is None else [f"the run continues after step {run.step}, from {found.source}"])
+    return found is not None
 
 
 def _begin(run: Run, parts: Parts) -> Loaded:
@@ -173,7 +182,7 @@ def _finishing_saves_on_failure(run: Run, position: Position) -> Iterator[None]:
         raise
 
 
-def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | None = None) -> float | None:
+def _steps(run: Run, position: Position, time_left: TimeLeft, copies: Sequence[Copies] = ()) -> float | None:
     """Run the remaining steps; return the last validation loss.
 
     Each iteration launches a step, and reports the previous one while the device computes. `settle` reads the step's
@@ -182,8 +191,8 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
     trainer, val_loss, report = run.config.trainer, None, Report(run, position)
     relayouts: Relayouts | None = None if isinstance(position, Unsaved) else provided("relayouts")
     save_times = save_times_of(run)
-    if healer is not None and run.step < trainer.steps:
-        healer.keep(run, position)
+    for one in due_copies(copies, run, saves=False) if run.step < trainer.steps else ():
+        one.keep(run, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
         run.enter(Activity.STEP, run.step)
@@ -198,11 +207,12 @@ def _steps(run: Run, position: Position, time_left: TimeLeft, healer: Healer | N
             val_loss = _evaluate(run, position.parts, report, time_left)
             report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
         is_due = save_times.is_due(run)
-        if healer is not None and not last and (report.stop or is_due or healer.is_due(run)):
+        if not last and (due := due_copies(copies, run, report.stop or is_due)):
             began = time.monotonic()
             _let_write(run, position, report)
             run.enter(Activity.COPYING)
-            healer.keep(run, position)  # before a save; after a death in the last one, the end of the run is repeated
+            for one in due:  # before a save; after a death in the last one, the end of the run is repeated
+                one.keep(run, position)
             report.pause()
             save_times.exclude(time.monotonic() - began)
         if last or report.stop or is_due:

@@ -61,7 +61,7 @@ def _attempt(job: Job, death: tuple[int, str], send: Send) -> int:
     run.kept = job.kept
     with jobs.among(world, run, None, send):
         position, healer = begun(run), _healer(run)
-        if not healer.restore(run, position):
+        if not healer.restore(run, position, None):
             healer.keep(run, position)
             finished(run, position, lambda run, position: _die_soon(run, position, healer, death))
             run.largest(torch.zeros(()))

@@ -16,16 +16,16 @@ from math import ceil
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from mplug.distributed.world import attempt
 from mplug.errors import UsageError
 from mplug.run.run import Run
 from mplug_heal.intervals import best_interval, lost_share
 from mplug_heal.keepers import keeper
-from mplug_heal.live_state import LiveState, capture, fill
+from mplug_heal.live_state import LiveState, capture
+from mplug_heal.parts import continue_from, copied, merged, second_copies
 from mplug_heal.save_times import FIRST, duration, mean_between
-from mplug_saving.boxes import Boxed, State, held_boxes
+from mplug_saving.boxes import State
 from mplug_saving.changes import changes_between
 from mplug_saving.names import file_of
 from mplug_saving.position import Position
@@ -39,10 +39,10 @@ Key = tuple[int, int]
 """The step of a generation, and the attempt in which it was made."""
 
 
-def saved_position(position: Any) -> Position:
+def saved_position(position: Any, section: str = "extensions.heal") -> Position:
     """A position whose parts can be copied. UsageError for that of another package than mplug-saving."""
     if not isinstance(position, Position):
-        raise UsageError("extensions.heal: the run is not saved by mplug-saving, whose parts are copied; install it")
+        raise UsageError(f"{section}: the run is not saved by mplug-saving, whose parts are copied; install it")
     return position
 
 
@@ -85,7 +85,7 @@ class Copying:
             self._known, self._parts = None, weakref.ref(position.parts)
         live = capture(run, position, self._known)
         self._known = replace(live, own={})
-        own = _copied(live.own, reused.get(run.rank, {}))
+        own = copied(live.own, reused.get(run.rank, {}))
         parts = {run.rank: own}
         if run.groups is not None:
             backed = next(rank for rank in range(_size(run)) if keeper(rank, _size(run)) == run.rank)
@@ -98,21 +98,8 @@ class Copying:
         self._schedule(run, time.monotonic() - began)
 
     def _backed(self, run: Run, position: Position, live: LiveState, rank: int, reused: State) -> State:
-        """A second copy of what another rank owns: of this rank's own replicas, and of messages for the rest."""
-        held = position.state(held_boxes)
-        replicas, missing = dict[str, Boxed](), dict[str, Boxed]()
-        for name, start, shape in live.index.chunks_in(file_of(rank)):
-            part = held[name].parts.get(start) if name in held else None
-            if part is not None and tuple(part.shape) == shape:
-                replicas.setdefault(name, Boxed(live.index.shapes[name], {})).parts[start] = part.detach()
-            else:
-                empty = _buffer(reused, name, start, shape, live.dtypes[name], pinned=run.device.startswith("cuda"))
-                missing.setdefault(name, Boxed(live.index.shapes[name], {})).parts[start] = empty
-        fill(run, live, missing)
-        found = _copied(replicas, reused)
-        for name, boxed in missing.items():
-            found.setdefault(name, Boxed(boxed.shape, {})).parts.update(boxed.parts)
-        return found
+        """A second copy of what another rank owns."""
+        return second_copies(run, position, live, [rank], {rank: reused})[rank]
 
     def _schedule(self, run: Run, stall: float) -> None:
         """Decide when the next copy is due, on rank 0 for all."""
@@ -146,28 +133,6 @@ def _size(run: Run) -> int:
     return run.mesh.world_size
 
 
-def _copied(state: State, reused: State) -> State:
-    """Copies of parts in the memory of the CPU; on a GPU, they are complete when it is synchronized."""
-    found = State()
-    for name, boxed in state.items():
-        found[name] = Boxed(boxed.shape, {})
-        for start, part in boxed.parts.items():
-            pinned = part.is_cuda or torch.cuda.is_initialized()
-            copied = _buffer(reused, name, start, tuple(part.shape), part.dtype, pinned)
-            found[name].parts[start] = copied.copy_(part.detach(), non_blocking=True)
-    return found
-
-
-def _buffer(
-    reused: State, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, pinned: bool
-) -> Tensor:
-    """The tensor of an older generation if it fits, which saves the time to pin memory; otherwise a new one."""
-    old = reused[name].parts.get(start) if name in reused else None
-    if old is not None and tuple(old.shape) == shape and old.dtype == dtype:
-        return old
-    return torch.empty(shape, dtype=dtype, pin_memory=pinned)
-
-
 def restore(run: Run, position: Position, copying: Copying) -> bool:
     """Continue after the last step whose copies the processes hold completely. Collective.
 
@@ -193,17 +158,9 @@ def restore(run: Run, position: Position, copying: Copying) -> bool:
         copying.reuse(position, live)
     parts = own[key].parts if key in own else {}
     nearest = {file_of(rank): run.rank if rank in parts else holder for rank, holder in holders.items()}
-    live = replace(live, own=_merged(parts.values()), holders=nearest)
-    wanted = position.state(held_boxes)
-    for name, boxed in wanted.items():
-        if live.index.shapes.get(name) != boxed.shape:
-            raise UsageError(f"the copies lack '{name}' of shape {boxed.shape}; resume from the last checkpoint")
+    live = replace(live, own=merged(parts.values()), holders=nearest)
     changes = changes_between(facts, run)
-    position.changes, position.history = changes, [*map(dict, facts["changes"]), *changes.record(key[0])]
-    fill(run, live, wanted)
-    position.filled()
-    run.step = key[0]
-    position.load_plain(f"the state of the run after step {run.step}", live.plain)
+    continue_from(run, position, live, key[0], [*map(dict, facts["changes"])], changes)
     return True
 
 
@@ -215,12 +172,3 @@ def _newest_complete(announced: list[dict[Key, tuple[int, list[int]]]]) -> tuple
         if len(holders) == size:
             return key, holders
     return None
-
-
-def _merged(states: Any) -> State:
-    """The parts of several ranks as one state."""
-    found = State()
-    for state in states:
-        for name, boxed in state.items():
-            found.setdefault(name, Boxed(boxed.shape, {})).parts.update(boxed.parts)
-    return found

@@ -8,6 +8,8 @@ from mplug import hookimpl
 from mplug_heal.keepers import covers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.run.launching import Healing
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 class Heal:
     """Continues a run in its other processes, from copies in their memory, when a process dies or hangs."""
+
+    source = "the copies in its processes"
 
     class Config(BaseModel):
         """Which processes replace a dead one, and how often the processes copy their state."""
@@ -71,17 +75,19 @@ class Heal:
             )
         return Healing(self.config.spares, layouts, covers, rehearsed)
 
-    def restore(self, run: "Run", position: "Position") -> bool:
+    def restore(
+        self, run: "Run", position: "Position", newest: "Path | None" = None, allowed: tuple[str, ...] = ()
+    ) -> bool:
         """Continue after the last step whose copies the processes hold completely."""
         from mplug_heal.copies import Copying, restore, saved_position
 
         self._copies = Copying(self.config.every, self.config.hours_between_failures)
         return restore(run, saved_position(position), self._copies)
 
-    def is_due(self, run: "Run") -> bool:
+    def is_due(self, run: "Run", saves: bool) -> bool:
         """Whether to copy the state after this step."""
         assert self._copies is not None
-        return self._copies.is_due(run)
+        return saves or self._copies.is_due(run)
 
     def keep(self, run: "Run", position: "Position") -> None:
         """Copy the state after this step; a run asks for `restore` before."""

@@ -60,7 +60,18 @@ def capture(run: Run, position: Position, known: LiveState | None = None) -> Liv
     if known is not None:
         return replace(known, own=_detached(state), plain=_plain(run, position))
     own = {name: _on_cpu(boxed) for name, boxed in state.items()}
-    plans, error, tensors = at_first(run, plan_of(own)), None, dict[str, Any]()
+    size = run.mesh.world_size
+    index, dtypes = index_of(run, size, at_first(run, plan_of(own)))
+    ranks = {file_of(rank): rank for rank in range(size)}
+    return LiveState(own, index, dtypes, _plain(run, position), ranks)
+
+
+def index_of(run: Run, size: int, plans: Sequence[bytes]) -> tuple[Index, dict[str, torch.dtype]]:
+    """(the index, the dtypes of the tensors) of a state in `size` parts, of whose plans rank 0 has all. Collective.
+
+    Raises RunError on all ranks if the parts do not hold every element once.
+    """
+    error, tensors = None, dict[str, Any]()
     if run.rank == 0:
         kept = KeptPlans()
         try:
@@ -69,13 +80,13 @@ def capture(run: Run, position: Position, known: LiveState | None = None) -> Liv
         except ValueError as fault:
             error = RunError(f"the ranks do not hold the state of the run completely: {fault}")
     raise_alike(run, error)
-    index = Index.of({"files": _files(run), "tensors": tensors}) if run.rank == 0 else None
+    files: Any = dict.fromkeys(map(file_of, range(size)))  # a name stands for the rank, or the part, of this number
+    index = Index.of({"files": files, "tensors": tensors}) if run.rank == 0 else None
     dtypes = {name: getattr(torch, saved["dtype"]) for name, saved in tensors.items()}
     found = from_rank(run, 0, (index, dtypes) if run.rank == 0 else None)
     assert found is not None
     assert found[0] is not None
-    ranks = {file_of(rank): rank for rank in range(run.mesh.world_size)}
-    return LiveState(own, found[0], found[1], _plain(run, position), ranks)
+    return found[0], found[1]
 
 
 def _plain(run: Run, position: Position) -> dict[str, Any]:
@@ -91,11 +102,6 @@ def _detached(state: State) -> State:
         name: Boxed(boxed.shape, {start: part.detach() for start, part in boxed.parts.items()})
         for name, boxed in state.items()
     }
-
-
-def _files(run: Run) -> Any:
-    """A checkpoint has a file per rank; here, its name only stands for the rank."""
-    return dict.fromkeys(map(file_of, range(run.mesh.world_size)))
 
 
 def _on_cpu(boxed: Boxed) -> Boxed:

@@ -25,8 +25,8 @@ class OptimalSaves:
     Rank 0 measures, and its answer holds for all ranks. Evaluations count as time of steps: a failure repeats them too.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, what: str = "checkpoint") -> None:
+        self._clock, self._what = clock, what
         self._since: tuple[int, float] | None = None
         self._next = 0
         self._printed = 0.0
@@ -60,7 +60,7 @@ class OptimalSaves:
 
     def _report(self, steps: int, interval: float, stall: float, mean: float) -> None:
         sentence = (
-            f"the next checkpoint follows after {steps:,} step{'s' * (steps != 1)} ({duration(interval)}): a save "
+            f"the next {self._what} follows after {steps:,} step{'s' * (steps != 1)} ({duration(interval)}): a save "
             f"stops training for {duration(stall)}, and the run expects a failure every {duration(mean)}; a failure "
             f"loses {duration(interval / 2)} of training on average, at most {duration(interval)}; saves and "
             f"repeated steps take {lost_share(stall, interval, mean):.2%} of the time"

@@ -108,6 +108,7 @@ def launch_survivors(
         try:
             while not crew.is_done:
                 crew.listen(0.2)
+                crew.end_orphans()
                 crew.end_hang()
                 if handler.signal is not None and crew.is_between_steps:
                     crew.kill()
@@ -190,6 +191,16 @@ class Crew(Pipes):
         failed = {number for _, number, _ in self._failures()}
         failed |= {number for _, number, message in self.ends if message == TERMINATED}
         return sorted(failed & self.ranks.keys())
+
+    def end_orphans(self) -> None:
+        """Kill what a dead process has forked, such as the workers of its loader.
+
+        They hold its connections open, for whose end the launcher and the other ranks wait.
+        """
+        ended = {end[1] for end in self.ends}
+        for number, process in enumerate(self.processes):
+            if number not in ended and process.exitcode is not None:
+                self._kill(number)
 
     def heal(self) -> bool:
         """Let the run go on without the processes that have died or hang; False if it cannot."""

@@ -4,6 +4,8 @@ from pathlib import Path
 
 MANIFEST = "checkpoint.json"
 SUFFIX = ".safetensors"
+ELSEWHERE = "local_checkpoints"
+"""The file in the folder of a run whose state is also saved elsewhere: it can be resumed without a checkpoint."""
 
 
 def path_of(folder: Path, step: int) -> Path:

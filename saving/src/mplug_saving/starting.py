@@ -8,6 +8,7 @@ from mplug.errors import RunError, UsageError
 from mplug_saving.claiming import claim_existing, claim_new
 from mplug_saving.folder import complete, newest
 from mplug_saving.lock import Claim, Lock
+from mplug_saving.names import ELSEWHERE
 
 if TYPE_CHECKING:
     from mplug.model.model import Model
@@ -36,10 +37,10 @@ class Saving:
     def newest(self, directory: Path, restarted: bool) -> Path | None:
         """The newest checkpoint of a run. UsageError if it has none; None if a launcher or --restarts started it anew.
 
-        Such a run may have ended before its first checkpoint.
+        Such a run may have ended before its first checkpoint. None also if it is saved elsewhere: on local disks.
         """
-        folder = directory / "checkpoints"
-        return None if restarted and not complete(folder) else newest(folder)
+        folder, needs_none = directory / "checkpoints", restarted or (directory / ELSEWHERE).is_file()
+        return None if needs_none and not complete(folder) else newest(folder)
 
     def readable(self, path: Path | None) -> "ReadableCheckpoint | None":
         """The newest checkpoint with a valid manifest beside `path`. The ranks read its files later."""

@@ -22,9 +22,10 @@ from picture_talks import TINY
 pytest.importorskip("mplug_qwen_vl")
 pytest.importorskip("PIL")
 WITNESS = '''
-"""An extension that records the samples of steps, and halts in the middle of one."""
+"""An extension that records the samples of steps, and halts the last rank in the middle of one."""
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -49,8 +50,10 @@ class Witness:
             numbers = [int(re.match(rb"user\\n(\\d+):", row)[1]) for row in rows]
             with Path(f"seen.{run.rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": run.step, "numbers": numbers}) + "\\n")
-            if run.step == self.config.halt:
-                Path(f"halted.{run.rank}").touch()
+            is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            if run.step == self.config.halt and is_first and run.rank == run.mesh.world_size - 1:
+                Path("halted.partial").write_text(str(os.getpid()))
+                Path("halted.partial").rename("halted.last")
                 time.sleep(600)
 
         model.module.get_submodule("embedding.token").register_forward_pre_hook(seen, with_kwargs=True)
@@ -88,7 +91,8 @@ def folder(tmp_path: Path, conversations: Path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, *words: str, halt: int | None = None) -> None:
+def train(folder: Path, *words: str, halt: int | None = None, goes_on: bool = False) -> None:
+    """Train, and kill all processes in the step `halt`; if the run `goes_on`, only the rank that halts."""
     for path in folder.glob("halted.*"):
         path.unlink()
     halts = ("--set", f"extensions.witness.halt={halt or 0}")
@@ -99,13 +103,17 @@ def train(folder: Path, *words: str, halt: int | None = None) -> None:
             command, cwd=folder, env=environment, stdout=printed, stderr=printed, start_new_session=True
         )
     deadline = time.monotonic() + 300
-    while started.poll() is None and not list(folder.glob("halted.*")):
+    while started.poll() is None and not (folder / "halted.last").exists():
         assert time.monotonic() < deadline, (folder / "printed").read_text()
         time.sleep(0.02)
     if halt is None:
         assert started.returncode == 0, (folder / "printed").read_text()
         return
     assert started.poll() is None, (folder / "printed").read_text()
+    if goes_on:
+        os.kill(int((folder / "halted.last").read_text()), signal.SIGKILL)
+        assert started.wait(120) == 0, (folder / "printed").read_text()
+        return
     own = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if session_of(pid) == started.pid]
     for pid in own:
         with suppress(ProcessLookupError):
@@ -155,3 +163,22 @@ def test_a_run_killed_in_the_middle_of_epochs_sees_every_sample_once_from_one_ra
     expected = losses(folder, "whole")
     assert sorted(expected) == list(range(1, 11))
     assert losses(folder, "killed") == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.wide("kills")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_run_whose_samples_worker_processes_read_goes_on_after_the_death_of_a_rank(
+    folder: Path, spares: int, num_workers: int
+) -> None:
+    """The worker processes of the dead rank hold its connections, for which the other rank waits."""
+    reading = ("--set", f"data.num_workers={num_workers}")
+    train(folder, "--config", "run.yaml", "--name", "whole", *reading)
+    heal = ("--set", f"extensions.heal.spares={spares}", "--set", "extensions.heal.every=1")
+    train(
+        folder, "--config", "run.yaml", "--name", "healed", "--parallel", "dp2", *reading, *heal, halt=5, goes_on=True
+    )
+    printed = (folder / "printed").read_text()
+    assert f"in step 5, died of SIGKILL; the run goes on in {1 + spares} process" in printed
+    assert "the run continues after step 4, from the copies in its processes" in printed
+    assert losses(folder, "healed") == pytest.approx(losses(folder, "whole"), rel=1e-10)

@@ -118,6 +118,15 @@ class StaticCache(Cache):
             buffer[sample].copy_(x[0])
         self.take_constants(other)
 
+    def replace_samples(self, samples: Tensor, other: "StaticCache", sources: Tensor) -> None:
+        """The rows of samples `sources` [n] of another cache become those of `samples` [n]; both have as many rows."""
+        if not self._buffers:
+            num_samples = len(self.clock.positions)
+            self._buffers = [x.new_zeros(num_samples, *x.shape[1:]) for x in other._buffers]
+        for buffer, x in zip(self._buffers, other._buffers, strict=True):
+            buffer[samples] = x[sources]
+        self.take_constants(other)
+
     def take_constants(self, other: Cache) -> None:
         """Have the constants of another cache; tensors of this cache keep their addresses."""
         if self._received is other.constants:

@@ -1,7 +1,8 @@
 """Continuous batching: a batch whose texts begin and end at any step.
 
-The batch has a constant number of lanes. A lane computes one text: its prompt is computed alone, and its rows move into
-the caches of the batch; from then on each step computes the next token of all lanes. So a new text does not wait until
+The batch has a constant number of lanes. A lane computes one text: its prompt is computed apart from other texts, with
+those of other lanes that begin at the same time, and its rows move into the caches of the batch; from then on each step
+computes the next token of all lanes. So a new text does not wait until
 the others have ended, and the shapes of a step never change.
 
 Caches have rows for the longest text in each lane, or pages that the lanes share (`paging`). When no page is free, the
@@ -10,10 +11,10 @@ text that began last loses its lane (`Lanes.put_back`), and begins again later w
 B lanes, S positions of a prompt, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +24,29 @@ from mplug.commands import AS_THEY_ARE, Instead
 from mplug_graphs import Recording
 from mplug_nn.cache import CacheSize
 from mplug_nn.mixers.states import StaticStateCache
-from mplug_nn.static_cache import Clock
+from mplug_nn.static_cache import Clock, StaticCache
 from mplug_nn.turning import shared_rotations
 from mplug_sampling.decoding import ALONE, Alone
+from mplug_sampling.drawing import drawn
 from mplug_sampling.paging import PAGE_SIZE, Paging, Room
 from mplug_sampling.sampler import Sampler, cached_modules
-from mplug_sampling.sampling import Sampling, choose, draws, log_probabilities
+from mplug_sampling.sampling import Sampling, choose, draws, log_probabilities, of_all_tokens
 from mplug_sampling.token_steps import WARMUP, Replays, last_logits, rounded
+from mplug_sampling.transfers import OnTheWay, sent
+
+WIDE = torch.float64
+TOGETHER = 16384
+"""Rows of the caches of prompts that are computed together, which are needed beside those of the lanes."""
+
+
+class Start(NamedTuple):
+    """A text that begins in a lane: as the arguments of `Lanes.begin`."""
+
+    lane: int
+    prompt: Sequence[int]
+    key: int
+    sampling: Sampling
+    index: int = 0
 
 
 class Lanes:
@@ -72,6 +89,9 @@ class Lanes:
         self._first_caches = self._made(self._first_clock)
         if self._paging is not None:
             self._first_caches = self._paging.take(self._caches, self._first_caches)
+        has_rows = all(type(cache) is StaticCache for cache in self._caches)
+        self._together = max(1, TOGETHER // rounded(context)) if has_rows else 1
+        """Most prompts that are computed together. States at the end of a prompt, and pages, need each one alone."""
         self.put_back: list[int] = []
         """Lanes whose texts the last `step` has put back, because no page was free: they have no token, and no lane."""
         self._newest_positions: dict[int, int] = {}
@@ -81,37 +101,67 @@ class Lanes:
         )
         self._samplings: list[Sampling | None] = [None] * num_lanes
         self._is_active = torch.zeros_like(self._tokens)
+        self._temperatures = torch.ones(num_lanes, dtype=WIDE, device=self.device)
+        self._is_greedy = torch.zeros(num_lanes, dtype=torch.bool, device=self.device)
+        self._limit: int | None = None
+        """Tokens from this number on are not drawn (`Sampling.vocab_size`)."""
         self._logits: Tensor | None = None
+        self._scores: Tensor | None = None
         self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
         """The prompt in the first caches, and its logits."""
         self._newest: tuple[Tensor, Tensor, Sequence[Sampling | None]] | None = None
         self._num_eager = 0
         self._recording: Recording | None = None
 
-    @torch.no_grad()
     def begin(self, lane: int, prompt: Sequence[int], key: int, sampling: Sampling, index: int = 0) -> int:
         """Compute a prompt in a lane; returns the next token of its text. `key` is that of `sample_key`.
 
         The last `index` tokens of `prompt` are the first ones of the text, which was put back. The lanes have `room`.
         """
-        if not 0 < len(prompt) <= self.context:
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit into the context of {self.context} tokens")
-        logits = self._logits_of(lane, tuple(prompt))
-        for own, first in zip(self._caches, self._first_caches, strict=True):
-            own.replace_sample(lane, first)
-        self._clock.positions[lane] = self._newest_positions[lane] = len(prompt) - 1
-        self._samplings[lane] = replace(sampling, seed=0)
-        self._keys[lane], self._index[lane], self._is_active[lane] = key, index, 1
-        of_lane = slice(lane, lane + 1)
-        token = choose(logits, sampling, draws(self._keys[of_lane], self._index[of_lane]))
-        self._index[lane] += 1
-        self._tokens[lane : lane + 1] = token
-        self._newest = logits, token, [sampling]
-        return int(token)
+        token: int = self.begin_all([Start(lane, prompt, key, sampling, index)]).read()[0][0]
+        return token
 
     @torch.no_grad()
+    def begin_all(self, starts: Sequence[Start]) -> OnTheWay:
+        """Compute prompts in lanes, for which there is `room`: the next tokens [n], and their log-probabilities [n].
+
+        Equal prompts are computed once, and different ones together where the caches can take them (`prompts`).
+        """
+        for one in starts:
+            if not 0 < len(one.prompt) <= self.context:
+                raise ValueError(
+                    f"a prompt of {len(one.prompt)} tokens does not fit into the context of {self.context} tokens"
+                )
+        if not self._newest_positions:
+            self._limit_to(starts[0].sampling.vocab_size)
+        logits = self._logits_of(starts)
+        for one in starts:
+            self._newest_positions[one.lane] = len(one.prompt) - 1
+            self._samplings[one.lane] = replace(one.sampling, seed=0)
+        lanes = sent([one.lane for one in starts], torch.int64, self.device)
+        self._clock.positions[lanes] = sent([len(one.prompt) - 1 for one in starts], torch.int64, self.device)
+        self._keys[lanes] = sent([one.key for one in starts], torch.int64, self.device)
+        self._index[lanes] = sent([one.index for one in starts], torch.int64, self.device)
+        self._temperatures[lanes] = sent([one.sampling.temperature or 1.0 for one in starts], WIDE, self.device)
+        self._is_greedy[lanes] = sent([one.sampling.is_greedy for one in starts], torch.bool, self.device)
+        self._is_active[lanes] = 1
+        numbers = draws(self._keys[lanes], self._index[lanes])
+        tokens, scores = self._drawn(logits, self._temperatures[lanes], self._is_greedy[lanes], numbers)
+        samplings = [one.sampling for one in starts]
+        self._draw_others(samplings, logits, numbers, tokens, scores)
+        self._tokens[lanes] = tokens
+        self._index[lanes] += 1
+        self._newest = logits, tokens, samplings
+        return OnTheWay(tokens, scores)
+
     def step(self) -> list[int]:
         """The next token of each lane; those of lanes without a text, and of lanes in `put_back`, mean nothing."""
+        found: list[int] = self.launch().read()[0]
+        return found
+
+    @torch.no_grad()
+    def launch(self) -> OnTheWay:
+        """The next token of each lane as in `step` [B], and its log-probability [B]. The CPU waits for nothing."""
         self._make_room()
         if self._recording is not None:
             self._recording.replay()
@@ -122,11 +172,11 @@ class Lanes:
             self._recording = self.replays.record(self.replays.make(), self._advance)
             self._recording.replay()
         assert self._logits is not None
-        logits = self.ranks.whole_vocabulary(self._logits)
-        self._choose(logits)
-        self._newest = logits, self._tokens, self._samplings
-        found: list[int] = self._tokens.tolist()
-        return found
+        assert self._scores is not None
+        numbers = partial(draws, self._keys, self._index - 1)
+        self._draw_others(self._samplings, self._logits, numbers, self._tokens, self._scores)
+        self._newest = self._logits, self._tokens, self._samplings
+        return OnTheWay(self._tokens, self._scores)
 
     @torch.no_grad()
     def log_probabilities(self) -> Tensor:
@@ -195,57 +245,128 @@ class Lanes:
         if self._paging is not None:
             self._paging.settle()
 
-    def _logits_of(self, lane: int, prompt: tuple[int, ...]) -> Tensor:
+    def _logits_of(self, starts: Sequence[Start]) -> Tensor:
+        """The logits [n, V] behind prompts, whose rows are then in the caches of their lanes."""
+        prompts = list(dict.fromkeys(tuple(one.prompt) for one in starts))
+        if len(prompts) > 1 and self._together > 1:
+            return self._logits_together(starts, prompts)
+        found = []
+        for one in starts:
+            found.append(self._logits_alone(one.lane, tuple(one.prompt)))
+            for own, first in zip(self._caches, self._first_caches, strict=True):
+                own.replace_sample(one.lane, first)
+        return torch.cat(found)
+
+    def _logits_alone(self, lane: int, prompt: tuple[int, ...]) -> Tensor:
         """The logits [1, V] behind a prompt, whose rows are in the first caches, or in pages of the lane."""
         is_new = self._of_prompt is None or self._of_prompt[0] != prompt
         if self._paging is not None:
             is_new = self._paging.begin(lane, len(prompt), is_new=is_new)
         if self._of_prompt is None or is_new:
-            self._first_clock.start(torch.tensor([len(prompt)], device=self.device), None)
+            self._first_clock.start(sent([len(prompt)], torch.int64, self.device), None)
             positions = torch.arange(len(prompt), device=self.device)[None]
-            entries = {"tokens": torch.tensor([prompt], device=self.device), "positions": positions}
+            entries = {"tokens": sent([prompt], torch.int64, self.device), "positions": positions}
             logits = self.ranks.whole_vocabulary(self._computed(entries, self._first_caches))
             self._of_prompt, self.vocab_size = (prompt, logits), logits.shape[-1]
         return self._of_prompt[1]
+
+    def _logits_together(self, starts: Sequence[Start], prompts: Sequence[tuple[int, ...]]) -> Tensor:
+        """The logits [n, V] behind different prompts, which are computed together, some at a time."""
+        places = {prompt: number for number, prompt in enumerate(prompts)}
+        found: list[Tensor] = []
+        for begin in range(0, len(prompts), self._together):
+            some = prompts[begin : begin + self._together]
+            computed, caches = self._computed_together(some)
+            found.append(computed)
+            own = [one for one in starts if begin <= places[tuple(one.prompt)] < begin + len(some)]
+            lanes = sent([one.lane for one in own], torch.int64, self.device)
+            sources = sent([places[tuple(one.prompt)] - begin for one in own], torch.int64, self.device)
+            for cache, of_prompts in zip(self._caches, caches, strict=True):
+                cache.replace_samples(lanes, of_prompts, sources)
+        logits = torch.cat(found)
+        self.vocab_size = logits.shape[-1]
+        return logits[sent([places[tuple(one.prompt)] for one in starts], torch.int64, self.device)]
+
+    def _computed_together(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Any]]:
+        """(the logits [b, V] behind prompts, their caches). Padding follows the prompts, and no position sees it."""
+        longest, clock = max(map(len, prompts)), Clock(len(prompts), self.device)
+        lengths = sent([*map(len, prompts)], torch.int64, self.device)
+        clock.start(lengths, None)
+        tokens = sent([[*one, *[0] * (longest - len(one))] for one in prompts], torch.int64, self.device)
+        caches, positions = self._made(clock), torch.arange(longest, device=self.device)[None]
+        entries = {"tokens": tokens, "positions": positions}
+        logits = self._computed(entries, caches, lengths - 1)
+        return self.ranks.whole_vocabulary(logits), caches
 
     def _made(self, clock: Clock) -> list[Any]:
         """The empty caches of all modules, of the texts of a clock."""
         size = CacheSize(rounded(self.context), make=clock.cache, make_state=partial(StaticStateCache, clock=clock))
         return [module.new_cache(size) for module in self.modules]
 
-    def _computed(self, entries: dict[str, Tensor], caches: list[Any]) -> Tensor:
-        """The logits [b, V / R] of the last position of some texts."""
+    def _computed(self, entries: dict[str, Tensor], caches: list[Any], last: Tensor | None = None) -> Tensor:
+        """The logits [b, V / R] of the last position of some texts, or of the positions `last` [b]."""
         for module, cache in zip(self.modules, caches, strict=True):
             module.cache = cache
         zeros = torch.zeros_like(entries["tokens"][:, 0])
         with shared_rotations():
-            return last_logits(self.model, {**entries, "sample_ids": zeros, "keys": zeros}, self._instead(caches))
+            given = {**entries, "sample_ids": zeros, "keys": zeros}
+            return last_logits(self.model, given, self._instead(caches), last)
 
     def _instead(self, caches: list[Any]) -> Instead:
         """Compiled units compute steps; each length of a prompt would be compiled anew."""
         return {**self._own_units, **(self.replays.compiled if caches is self._caches else AS_THEY_ARE)}
 
     def _advance(self) -> None:
-        """The logits of the next position of each lane. It reads no value of the CPU that differs between steps."""
+        """The logits of the next position of each lane, and a token. No value of the CPU that it reads ever differs."""
         self._clock.positions.mul_(self._is_active)  # lanes without a text stay at the first positions
         self._clock.tick()
         entries = {"tokens": self._tokens[:, None], "positions": self._clock.positions[:, None]}
-        logits = self._computed(entries, self._caches)
-        if self._logits is None:
-            self._logits = torch.empty_like(logits)
+        logits = self.ranks.whole_vocabulary(self._computed(entries, self._caches))
+        tokens, scores = self._drawn(logits, self._temperatures, self._is_greedy, draws(self._keys, self._index))
+        if self._logits is None or self._scores is None:
+            self._logits, self._scores = torch.empty_like(logits), torch.empty_like(scores)
         self._logits.copy_(logits)
-
-    def _choose(self, logits: Tensor) -> None:
-        """The tokens that the random numbers of the lanes choose from logits [B, V]; lanes differ in `Sampling`."""
-        numbers = draws(self._keys, self._index)
-        lanes: dict[Sampling, list[int]] = {}
-        for lane, sampling in enumerate(self._samplings):
-            if sampling is not None:
-                lanes.setdefault(sampling, []).append(lane)
-        for sampling, own in lanes.items():
-            rows = torch.tensor(own, device=self.device)
-            self._tokens[rows] = choose(logits[rows], sampling, numbers[rows])
+        self._tokens.copy_(tokens)
+        self._scores.copy_(scores)
         self._index.add_(1)
+
+    def _drawn(self, logits: Tensor, temperatures: Tensor, is_greedy: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens [n] that numbers draw among all of the vocabulary, or the likeliest ones; their log-probabilities).
+
+        No work depends on values of the CPU, so a graph can replay it; `_draw_others` draws for the other texts.
+        """
+        values = of_all_tokens(logits, temperatures)
+        tokens = torch.where(
+            is_greedy, logits[:, : self._limit].argmax(dim=-1), drawn(values[:, : self._limit], numbers)
+        )
+        return tokens, values.gather(1, tokens[:, None])[:, 0]
+
+    def _draw_others(
+        self,
+        samplings: Sequence[Sampling | None],
+        logits: Tensor,
+        numbers: Tensor | Callable[[], Tensor],
+        tokens: Tensor,
+        scores: Tensor,
+    ) -> None:
+        """Write tokens and log-probabilities of texts with top-k, top-p or another vocabulary over the drawn ones."""
+        others: dict[Sampling, list[int]] = {}
+        for row, one in enumerate(samplings):
+            if one is not None and not (one.vocab_size == self._limit and (one.is_greedy or one.keeps_all)):
+                others.setdefault(replace(one, seed=0), []).append(row)
+        if others and not isinstance(numbers, Tensor):
+            numbers = numbers()
+        for sampling, own in others.items():
+            assert isinstance(numbers, Tensor)
+            rows = sent(own, torch.int64, self.device)
+            chosen = choose(logits[rows], sampling, numbers[rows])
+            tokens[rows] = chosen
+            scores[rows] = log_probabilities(logits[rows], chosen, [sampling.temperature or 1.0] * len(own))
+
+    def _limit_to(self, vocab_size: int | None) -> None:
+        """Draw tokens below this number from now on, which a recording has as a constant."""
+        if vocab_size != self._limit:
+            self._limit, self._recording = vocab_size, None
 
 
 def refuse_unsteady(sampler: Sampler, ranks: Alone) -> None:

@@ -21,8 +21,8 @@ from mplug_testing.recording import Operations
 PAGE = 4
 REPEATED = [prompt for prompt in PROMPTS[1:6] for _ in range(3)]
 KEYS = [*range(100, 100 + len(REPEATED))]
-ENDS = frozenset(range(0, 512, 9))
-"""One token of nine ends a text, so lengths have a long tail."""
+ENDS = frozenset(range(0, 512, 16))
+"""One token of sixteen ends a text, so lengths have a long tail."""
 EXPERTS = ("mixtral", "gpt-oss", "deepseek")
 """The products of an expert have as many rows as texts choose it, so rounding depends on the texts of other lanes."""
 QUICK = ("gemma",)

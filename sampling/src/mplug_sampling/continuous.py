@@ -110,8 +110,9 @@ class Lanes:
         self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
         """The prompt in the first caches, and its logits."""
         self._newest: tuple[Tensor, Tensor, Sequence[Sampling | None]] | None = None
-        self._num_eager = 0
-        self._recording: Recording | None = None
+        self._num_eager: dict[int, int] = {}
+        self._recordings: dict[int, Recording] = {}
+        """The recordings of a step, by the number of pages that attention receives of each text (0: no pages)."""
 
     def begin(self, lane: int, prompt: Sequence[int], key: int, sampling: Sampling, index: int = 0) -> int:
         """Compute a prompt in a lane; returns the next token of its text. `key` is that of `sample_key`.
@@ -163,14 +164,16 @@ class Lanes:
     def launch(self) -> OnTheWay:
         """The next token of each lane as in `step` [B], and its log-probability [B]. The CPU waits for nothing."""
         self._make_room()
-        if self._recording is not None:
-            self._recording.replay()
-        elif self.replays.make is None or self._num_eager < WARMUP:
-            self._num_eager += 1
-            self._advance()
-        else:
-            self._recording = self.replays.record(self.replays.make(), self._advance)
-            self._recording.replay()
+        rows = 1 + max(self._newest_positions.values(), default=0)
+        seen = 0 if self._paging is None else self._paging.see(rows)
+        if seen not in self._recordings:
+            if self.replays.make is None or self._num_eager.get(seen, 0) < WARMUP:
+                self._num_eager[seen] = self._num_eager.get(seen, 0) + 1
+                self._advance()
+            else:
+                self._recordings[seen] = self.replays.record(self.replays.make(), self._advance)
+        if seen in self._recordings:
+            self._recordings[seen].replay()
         assert self._logits is not None
         assert self._scores is not None
         numbers = partial(draws, self._keys, self._index - 1)
@@ -366,7 +369,8 @@ class Lanes:
     def _limit_to(self, vocab_size: int | None) -> None:
         """Draw tokens below this number from now on, which a recording has as a constant."""
         if vocab_size != self._limit:
-            self._limit, self._recording = vocab_size, None
+            self._limit = vocab_size
+            self._recordings.clear()
 
 
 def refuse_unsteady(sampler: Sampler, ranks: Alone) -> None:

@@ -9,6 +9,7 @@ import torch
 from sampled import CONTEXT, FAMILIES, PROMPTS, built
 
 from mplug import UsageError
+from mplug_sampling import paging
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.decoding import Ranks
 from mplug_sampling.pages import Pages
@@ -77,12 +78,14 @@ def test_a_completion_depends_on_no_lane_and_no_other_completion() -> None:
         require_same(completed(lanes, order=[one]), [together[one]])
 
 
-def test_replayed_steps_read_the_pages_of_their_time() -> None:
+def test_replayed_steps_read_the_pages_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One recording for each number of pages that attention receives."""
+    monkeypatch.setattr(paging, "FEWEST", 2)
     _, sampler = built(FAMILIES["llama"])
     replays = Replays(Operations)
     lanes = lanes_of(sampler, cache_tokens=CONTEXT, page_size=PAGE, replays=replays)
     require_same(completed(lanes), completed(lanes_of(sampler)))
-    assert replays.num_recorded == 1
+    assert replays.num_recorded > 1
     assert lanes.num_put_back > 0
 
 

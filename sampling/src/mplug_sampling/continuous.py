@@ -12,6 +12,7 @@ B lanes, S positions of a prompt, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ class Lanes:
         self.vocab_size = 0
         """The tokens that have logits; 0 before the first prompt."""
         self.device = next(iter(self.model.parameters().values())).device
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.modules = list(cached_modules(self.model))
         self._paging: Paging | None = None
         if cache_tokens is None:
@@ -219,6 +221,13 @@ class Lanes:
         self.begin(0, [0], 0, Sampling(0.0))
         self.release()
         return sum(cache.num_bytes for cache in (*self._caches, *self._first_caches))
+
+    def in_this_thread(self) -> AbstractContextManager[object]:
+        """In the block, another thread than the one that made the lanes computes, on the stream of that one.
+
+        A thread begins on the default stream, which cannot be recorded.
+        """
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def release(self) -> None:
         """No text is computed for now: all lanes are free, and the modules of the model have no cache."""

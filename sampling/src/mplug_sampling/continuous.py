@@ -11,11 +11,10 @@ text that began last loses its lane (`Lanes.put_back`), and begins again later w
 B lanes, S positions of a prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,26 +27,15 @@ from mplug_nn.mixers.states import StaticStateCache
 from mplug_nn.static_cache import Clock, StaticCache
 from mplug_nn.turning import shared_rotations
 from mplug_sampling.decoding import ALONE, Alone
-from mplug_sampling.drawing import drawn
+from mplug_sampling.lane_draws import LaneDraws, Start
 from mplug_sampling.paging import PAGE_SIZE, Paging, Room
 from mplug_sampling.sampler import Sampler, cached_modules
-from mplug_sampling.sampling import Sampling, choose, draws, log_probabilities, of_all_tokens
+from mplug_sampling.sampling import Sampling, log_probabilities
 from mplug_sampling.token_steps import WARMUP, Replays, last_logits, rounded
 from mplug_sampling.transfers import OnTheWay, sent
 
-WIDE = torch.float64
 TOGETHER = 16384
 """Rows of the caches of prompts that are computed together, which are needed beside those of the lanes."""
-
-
-class Start(NamedTuple):
-    """A text that begins in a lane: as the arguments of `Lanes.begin`."""
-
-    lane: int
-    prompt: Sequence[int]
-    key: int
-    sampling: Sampling
-    index: int = 0
 
 
 class Lanes:
@@ -98,15 +86,9 @@ class Lanes:
         """Lanes whose texts the last `step` has put back, because no page was free: they have no token, and no lane."""
         self._newest_positions: dict[int, int] = {}
         """The position of the newest row of each text, in the order in which they began."""
-        self._tokens, self._keys, self._index, self._zeros = (
-            torch.zeros(num_lanes, dtype=torch.int64, device=self.device) for _ in range(4)
-        )
-        self._samplings: list[Sampling | None] = [None] * num_lanes
+        self._draws = LaneDraws(num_lanes, self.device)
+        self._tokens = torch.zeros(num_lanes, dtype=torch.int64, device=self.device)
         self._is_active = torch.zeros_like(self._tokens)
-        self._temperatures = torch.ones(num_lanes, dtype=WIDE, device=self.device)
-        self._is_greedy = torch.zeros(num_lanes, dtype=torch.bool, device=self.device)
-        self._limit: int | None = None
-        """Tokens from this number on are not drawn (`Sampling.vocab_size`)."""
         self._logits: Tensor | None = None
         self._scores: Tensor | None = None
         self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
@@ -135,26 +117,19 @@ class Lanes:
                 raise ValueError(
                     f"a prompt of {len(one.prompt)} tokens does not fit into the context of {self.context} tokens"
                 )
-        if not self._newest_positions:
-            self._limit_to(starts[0].sampling.vocab_size)
+        limit = starts[0].sampling.vocab_size
+        if not self._newest_positions and limit != self._draws.limit:
+            self._draws.limit = limit
+            self._recordings.clear()
         logits = self._logits_of(starts)
         for one in starts:
             self._newest_positions[one.lane] = len(one.prompt) - 1
-            self._samplings[one.lane] = replace(one.sampling, seed=0)
         lanes = sent([one.lane for one in starts], torch.int64, self.device)
         self._clock.positions[lanes] = sent([len(one.prompt) - 1 for one in starts], torch.int64, self.device)
-        self._keys[lanes] = sent([one.key for one in starts], torch.int64, self.device)
-        self._index[lanes] = sent([one.index for one in starts], torch.int64, self.device)
-        self._temperatures[lanes] = sent([one.sampling.temperature or 1.0 for one in starts], WIDE, self.device)
-        self._is_greedy[lanes] = sent([one.sampling.is_greedy for one in starts], torch.bool, self.device)
         self._is_active[lanes] = 1
-        numbers = draws(self._keys[lanes], self._index[lanes])
-        tokens, scores = self._drawn(logits, self._temperatures[lanes], self._is_greedy[lanes], numbers)
-        samplings = [one.sampling for one in starts]
-        self._draw_others(samplings, logits, numbers, tokens, scores)
+        tokens, scores = self._draws.begin(starts, lanes, logits)
         self._tokens[lanes] = tokens
-        self._index[lanes] += 1
-        self._newest = logits, tokens, samplings
+        self._newest = logits, tokens, [one.sampling for one in starts]
         return OnTheWay(tokens, scores)
 
     def step(self) -> list[int]:
@@ -178,9 +153,8 @@ class Lanes:
             self._recordings[seen].replay()
         assert self._logits is not None
         assert self._scores is not None
-        numbers = partial(draws, self._keys, self._index - 1)
-        self._draw_others(self._samplings, self._logits, numbers, self._tokens, self._scores)
-        self._newest = self._logits, self._tokens, self._samplings
+        self._draws.finish(self._logits, self._tokens, self._scores)
+        self._newest = self._logits, self._tokens, self._draws.samplings
         return OnTheWay(self._tokens, self._scores)
 
     @torch.no_grad()
@@ -209,7 +183,7 @@ class Lanes:
 
     def end(self, lane: int) -> None:
         """The text of a lane has ended; its lane is free."""
-        self._samplings[lane], self._is_active[lane] = None, 0
+        self._draws.samplings[lane], self._is_active[lane] = None, 0
         self._newest_positions.pop(lane, None)
         if self._paging is not None:
             self._paging.end(lane)
@@ -334,52 +308,12 @@ class Lanes:
         self._clock.tick()
         entries = {"tokens": self._tokens[:, None], "positions": self._clock.positions[:, None]}
         logits = self.ranks.whole_vocabulary(self._computed(entries, self._caches))
-        tokens, scores = self._drawn(logits, self._temperatures, self._is_greedy, draws(self._keys, self._index))
+        tokens, scores = self._draws.advance(logits)
         if self._logits is None or self._scores is None:
             self._logits, self._scores = torch.empty_like(logits), torch.empty_like(scores)
         self._logits.copy_(logits)
         self._tokens.copy_(tokens)
         self._scores.copy_(scores)
-        self._index.add_(1)
-
-    def _drawn(self, logits: Tensor, temperatures: Tensor, is_greedy: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens [n] that numbers draw among all of the vocabulary, or the likeliest ones; their log-probabilities).
-
-        No work depends on values of the CPU, so a graph can replay it; `_draw_others` draws for the other texts.
-        """
-        values = of_all_tokens(logits, temperatures)
-        tokens = torch.where(
-            is_greedy, logits[:, : self._limit].argmax(dim=-1), drawn(values[:, : self._limit], numbers)
-        )
-        return tokens, values.gather(1, tokens[:, None])[:, 0]
-
-    def _draw_others(
-        self,
-        samplings: Sequence[Sampling | None],
-        logits: Tensor,
-        numbers: Tensor | Callable[[], Tensor],
-        tokens: Tensor,
-        scores: Tensor,
-    ) -> None:
-        """Write tokens and log-probabilities of texts with top-k, top-p or another vocabulary over the drawn ones."""
-        others: dict[Sampling, list[int]] = {}
-        for row, one in enumerate(samplings):
-            if one is not None and not (one.vocab_size == self._limit and (one.is_greedy or one.keeps_all)):
-                others.setdefault(replace(one, seed=0), []).append(row)
-        if others and not isinstance(numbers, Tensor):
-            numbers = numbers()
-        for sampling, own in others.items():
-            assert isinstance(numbers, Tensor)
-            rows = sent(own, torch.int64, self.device)
-            chosen = choose(logits[rows], sampling, numbers[rows])
-            tokens[rows] = chosen
-            scores[rows] = log_probabilities(logits[rows], chosen, [sampling.temperature or 1.0] * len(own))
-
-    def _limit_to(self, vocab_size: int | None) -> None:
-        """Draw tokens below this number from now on, which a recording has as a constant."""
-        if vocab_size != self._limit:
-            self._limit = vocab_size
-            self._recordings.clear()
 
 
 def refuse_unsteady(sampler: Sampler, ranks: Alone) -> None:

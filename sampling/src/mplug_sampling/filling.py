@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mplug_sampling.continuous import Lanes, Start
+from mplug_sampling.continuous import Lanes
+from mplug_sampling.lane_draws import Start
 from mplug_sampling.sampling import Sampling
 from mplug_sampling.scheduling import Schedule
 from mplug_sampling.transfers import OnTheWay

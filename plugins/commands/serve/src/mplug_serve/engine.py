@@ -275,7 +275,7 @@ def computed(
     lanes: "Lanes", commands: Sequence[Command], scored: Collection[int] = (), load: Loading | None = None
 ) -> list[New]:
     """Do the commands of a round; returns the new tokens in order, with log-probabilities in `scored` lanes."""
-    from mplug_sampling.continuous import Start
+    from mplug_sampling.lane_draws import Start
 
     found: list[New] = []
 

@@ -69,12 +69,16 @@ class PagedCache(StaticCache):
         super().__init__(size, None, clock)
         self.paged = clock
 
+    def keys(self) -> tuple[StaticKeys, Tensor]:
+        """`PagedClock.keys_of_pages`."""
+        return self.paged.keys_of_pages()
+
     def extend(self, *rows: Tensor) -> tuple[Tensor, ...]:
         """Add the rows of one new position of each text; returns the first rows of all texts, each [B, seen R, ...].
 
         The results are copies, in the order of positions, as those of a cache without pages.
         """
-        self.static_keys, places = self.paged.keys_of_pages()
+        self.static_keys, places = self.keys()
         for pool, x in zip(self._buffers, rows, strict=True):
             pool.flatten(0, 1)[places] = x[:, 0]
         table = self.paged.table[:, : self.paged.seen]

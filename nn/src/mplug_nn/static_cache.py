@@ -79,6 +79,10 @@ class StaticCache(Cache):
         """T."""
         return self.size.positions if self.reach is None else min(self.reach + 1, self.size.positions)
 
+    def keys(self) -> tuple[StaticKeys, Tensor]:
+        """`Clock.keys` of this cache. Called before the first step, it makes `tick` compute them for every step."""
+        return self.clock.keys(self.rows)
+
     def extend(self, *rows: Tensor) -> tuple[Tensor, ...]:
         """Add the rows of new positions; returns those that queries at the new positions may see.
 
@@ -87,7 +91,7 @@ class StaticCache(Cache):
         if self.clock.reads_prompts:
             self._take_prompts(rows)
             return rows
-        self.static_keys, places = self.clock.keys(self.rows)
+        self.static_keys, places = self.keys()
         for buffer, x in zip(self._buffers, rows, strict=True):
             buffer[self.clock.samples, places] = x[:, 0]
         return tuple(self._buffers)

@@ -146,6 +146,9 @@ class Lanes:
         if seen not in self._recordings:
             if self.replays.make is None or self._num_eager.get(seen, 0) < WARMUP:
                 self._num_eager[seen] = self._num_eager.get(seen, 0) + 1
+                for cache in self._caches:
+                    if isinstance(cache, StaticCache):
+                        cache.keys()  # a step computes them before its units, which may be compiled
                 self._advance()
             else:
                 self._recordings[seen] = self.replays.record(self.replays.make(), self._advance)

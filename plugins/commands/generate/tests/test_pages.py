@@ -48,8 +48,12 @@ def require_same(found: list[Completion], expected: list[Completion]) -> None:
 
 @pytest.mark.parametrize("family", SOME)
 def test_pages_give_the_bits_of_rows_for_each_lane(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens and log-probabilities, of caches whose windows and states have no pages too. Prompts are computed alone."""
+    """Tokens and log-probabilities, of caches whose windows and states have no pages too.
+
+    Both compute each prompt alone, and attention receives as many rows, because these change the order of sums.
+    """
     monkeypatch.setattr(continuous, "TOGETHER", 1)
+    monkeypatch.setattr(paging, "FEWEST", CONTEXT)
     _, sampler = built(FAMILIES[family])
     whole = completed(lanes_of(sampler))
     assert len({len(one.tokens) for one in whole}) > 3

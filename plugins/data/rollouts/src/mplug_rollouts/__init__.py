@@ -297,8 +297,9 @@ class Rollouts(ChatLoader):
 
     def _made_lanes(self, run: "Run") -> "Lanes":
         """The lanes, whose caches stay from rollout to rollout."""
+        from mplug.commands import AS_THEY_ARE
         from mplug_sampling import Lanes, Ranks, replays_for
-        from mplug_sampling.fast_steps import AS_THEY_ARE, compiled_step
+        from mplug_sampling.fast_steps import compiled_step
 
         assert self._sampler is not None
         if self._lanes is None:

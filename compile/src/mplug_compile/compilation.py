@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -62,9 +63,16 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
 
 
 def compiled_units(
-    model: Model, units: Iterable[Unit], backend: str | None, tune_kernels: bool = False
+    model: Model,
+    units: Iterable[Unit],
+    backend: str | None,
+    tune_kernels: bool = False,
+    instead: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> list[tuple[Unit, Callable[..., Any]]]:
-    """The units with compiled functions, which are compiled when they are first called; none without a backend."""
+    """The units with compiled functions, which are compiled when they are first called; none without a backend.
+
+    `instead` has functions of units, by name, that are compiled in the place of their methods.
+    """
     if backend is None:
         return []
     import torch
@@ -79,7 +87,9 @@ def compiled_units(
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
     named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True}
     varying = _varying_axes(model.plan)
-    own = ((unit, getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units)
+    own = (
+        (unit, instead.get(unit.name) or getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units
+    )
     return [
         (unit, _for_all_sizes(torch.compile(run, dynamic=False, **named), _varying_inputs(model.plan, unit, varying)))
         for unit, run in own

@@ -28,6 +28,8 @@ class PagedClock(Clock):
         self.num_pages, self.page_size = num_pages, page_size
         self.table = torch.zeros(num_samples, pages_of_text, dtype=torch.int64, device=device)
         self.prompt_rows = torch.zeros(0, dtype=torch.int64, device=device)
+        self.seen = pages_of_text
+        """The first pages of each text, which attention receives; all rows of the texts are in them."""
         self._of_pages: tuple[StaticKeys, Tensor] | None = None
 
     @property
@@ -53,7 +55,7 @@ class PagedClock(Clock):
     def _new_keys_of_pages(self) -> tuple[StaticKeys, Tensor]:
         size = self.page_size
         pages = self.table.gather(1, (self.positions // size)[:, None])[:, 0]
-        return static_keys(self.positions, self.pages_of_text * size), pages * size + self.positions.remainder(size)
+        return static_keys(self.positions, self.seen * size), pages * size + self.positions.remainder(size)
 
     def cache(self, size: CacheSize, reach: int | None) -> StaticCache:
         """An empty cache of these texts: paged, or with rows of its own for each text if only a window is kept."""
@@ -67,15 +69,20 @@ class PagedCache(StaticCache):
         super().__init__(size, None, clock)
         self.paged = clock
 
+    def keys(self) -> tuple[StaticKeys, Tensor]:
+        """`PagedClock.keys_of_pages`."""
+        return self.paged.keys_of_pages()
+
     def extend(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Add the rows of one new position of each text; returns the rows of all texts, each [B, T, ...].
+        """Add the rows of one new position of each text; returns the first rows of all texts, each [B, seen R, ...].
 
         The results are copies, in the order of positions, as those of a cache without pages.
         """
-        self.static_keys, places = self.paged.keys_of_pages()
+        self.static_keys, places = self.keys()
         for pool, x in zip(self._buffers, rows, strict=True):
             pool.flatten(0, 1)[places] = x[:, 0]
-        return tuple(rows_of_pages(pool, self.paged.table) for pool in self._buffers)
+        table = self.paged.table[:, : self.paged.seen]
+        return tuple(rows_of_pages(pool, table) for pool in self._buffers)
 
     def grow(self, positions: int) -> None:
         """The pool is constant."""

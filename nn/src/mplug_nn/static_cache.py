@@ -79,6 +79,10 @@ class StaticCache(Cache):
         """T."""
         return self.size.positions if self.reach is None else min(self.reach + 1, self.size.positions)
 
+    def keys(self) -> tuple[StaticKeys, Tensor]:
+        """`Clock.keys` of this cache. Called before the first step, it makes `tick` compute them for every step."""
+        return self.clock.keys(self.rows)
+
     def extend(self, *rows: Tensor) -> tuple[Tensor, ...]:
         """Add the rows of new positions; returns those that queries at the new positions may see.
 
@@ -87,7 +91,7 @@ class StaticCache(Cache):
         if self.clock.reads_prompts:
             self._take_prompts(rows)
             return rows
-        self.static_keys, places = self.clock.keys(self.rows)
+        self.static_keys, places = self.keys()
         for buffer, x in zip(self._buffers, rows, strict=True):
             buffer[self.clock.samples, places] = x[:, 0]
         return tuple(self._buffers)
@@ -116,6 +120,15 @@ class StaticCache(Cache):
             self._buffers = [x.new_zeros(num_samples, *x.shape[1:]) for x in other._buffers]
         for buffer, x in zip(self._buffers, other._buffers, strict=True):
             buffer[sample].copy_(x[0])
+        self.take_constants(other)
+
+    def replace_samples(self, samples: Tensor, other: "StaticCache", sources: Tensor) -> None:
+        """The rows of samples `sources` [n] of another cache become those of `samples` [n]; both have as many rows."""
+        if not self._buffers:
+            num_samples = len(self.clock.positions)
+            self._buffers = [x.new_zeros(num_samples, *x.shape[1:]) for x in other._buffers]
+        for buffer, x in zip(self._buffers, other._buffers, strict=True):
+            buffer[samples] = x[sources]
         self.take_constants(other)
 
     def take_constants(self, other: Cache) -> None:

@@ -1,7 +1,8 @@
 """Continuous batching: a batch whose texts begin and end at any step.
 
-The batch has a constant number of lanes. A lane computes one text: its prompt is computed alone, and its rows move into
-the caches of the batch; from then on each step computes the next token of all lanes. So a new text does not wait until
+The batch has a constant number of lanes. A lane computes one text: its prompt is computed apart from other texts, with
+those of other lanes that begin at the same time, and its rows move into the caches of the batch; from then on each step
+computes the next token of all lanes. So a new text does not wait until
 the others have ended, and the shapes of a step never change.
 
 Caches have rows for the longest text in each lane, or pages that the lanes share (`paging`). When no page is free, the
@@ -11,7 +12,7 @@ B lanes, S positions of a prompt, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,18 @@ from mplug.commands import AS_THEY_ARE, Instead
 from mplug_graphs import Recording
 from mplug_nn.cache import CacheSize
 from mplug_nn.mixers.states import StaticStateCache
-from mplug_nn.static_cache import Clock
+from mplug_nn.static_cache import Clock, StaticCache
 from mplug_nn.turning import shared_rotations
 from mplug_sampling.decoding import ALONE, Alone
+from mplug_sampling.lane_draws import LaneDraws, Start
 from mplug_sampling.paging import PAGE_SIZE, Paging, Room
 from mplug_sampling.sampler import Sampler, cached_modules
-from mplug_sampling.sampling import Sampling, choose, draws, log_probabilities
+from mplug_sampling.sampling import Sampling, log_probabilities
 from mplug_sampling.token_steps import WARMUP, Replays, last_logits, rounded
+from mplug_sampling.transfers import OnTheWay, sent
+
+TOGETHER = 16384
+"""Rows of the caches of prompts that are computed together, which are needed beside those of the lanes."""
 
 
 class Lanes:
@@ -60,6 +66,7 @@ class Lanes:
         self.vocab_size = 0
         """The tokens that have logits; 0 before the first prompt."""
         self.device = next(iter(self.model.parameters().values())).device
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.modules = list(cached_modules(self.model))
         self._paging: Paging | None = None
         if cache_tokens is None:
@@ -72,61 +79,86 @@ class Lanes:
         self._first_caches = self._made(self._first_clock)
         if self._paging is not None:
             self._first_caches = self._paging.take(self._caches, self._first_caches)
+        has_rows = all(type(cache) is StaticCache for cache in self._caches)
+        self._together = max(1, TOGETHER // rounded(context)) if has_rows else 1
+        """Most prompts that are computed together. States at the end of a prompt, and pages, need each one alone."""
         self.put_back: list[int] = []
         """Lanes whose texts the last `step` has put back, because no page was free: they have no token, and no lane."""
         self._newest_positions: dict[int, int] = {}
         """The position of the newest row of each text, in the order in which they began."""
-        self._tokens, self._keys, self._index, self._zeros = (
-            torch.zeros(num_lanes, dtype=torch.int64, device=self.device) for _ in range(4)
-        )
-        self._samplings: list[Sampling | None] = [None] * num_lanes
+        self._draws = LaneDraws(num_lanes, self.device)
+        self._tokens = torch.zeros(num_lanes, dtype=torch.int64, device=self.device)
         self._is_active = torch.zeros_like(self._tokens)
         self._logits: Tensor | None = None
+        self._scores: Tensor | None = None
         self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
         """The prompt in the first caches, and its logits."""
         self._newest: tuple[Tensor, Tensor, Sequence[Sampling | None]] | None = None
-        self._num_eager = 0
-        self._recording: Recording | None = None
+        self._num_eager: dict[int, int] = {}
+        self._recordings: dict[int, Recording] = {}
+        """The recordings of a step, by the number of pages that attention receives of each text (0: no pages)."""
 
-    @torch.no_grad()
     def begin(self, lane: int, prompt: Sequence[int], key: int, sampling: Sampling, index: int = 0) -> int:
         """Compute a prompt in a lane; returns the next token of its text. `key` is that of `sample_key`.
 
         The last `index` tokens of `prompt` are the first ones of the text, which was put back. The lanes have `room`.
         """
-        if not 0 < len(prompt) <= self.context:
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit into the context of {self.context} tokens")
-        logits = self._logits_of(lane, tuple(prompt))
-        for own, first in zip(self._caches, self._first_caches, strict=True):
-            own.replace_sample(lane, first)
-        self._clock.positions[lane] = self._newest_positions[lane] = len(prompt) - 1
-        self._samplings[lane] = replace(sampling, seed=0)
-        self._keys[lane], self._index[lane], self._is_active[lane] = key, index, 1
-        of_lane = slice(lane, lane + 1)
-        token = choose(logits, sampling, draws(self._keys[of_lane], self._index[of_lane]))
-        self._index[lane] += 1
-        self._tokens[lane : lane + 1] = token
-        self._newest = logits, token, [sampling]
-        return int(token)
+        token: int = self.begin_all([Start(lane, prompt, key, sampling, index)]).read()[0][0]
+        return token
 
     @torch.no_grad()
+    def begin_all(self, starts: Sequence[Start]) -> OnTheWay:
+        """Compute prompts in lanes, for which there is `room`: the next tokens [n], and their log-probabilities [n].
+
+        Equal prompts are computed once, and different ones together where the caches can take them (`prompts`).
+        """
+        for one in starts:
+            if not 0 < len(one.prompt) <= self.context:
+                raise ValueError(
+                    f"a prompt of {len(one.prompt)} tokens does not fit into the context of {self.context} tokens"
+                )
+        limit = starts[0].sampling.vocab_size
+        if not self._newest_positions and limit != self._draws.limit:
+            self._draws.limit = limit
+            self._recordings.clear()
+        logits = self._logits_of(starts)
+        for one in starts:
+            self._newest_positions[one.lane] = len(one.prompt) - 1
+        lanes = sent([one.lane for one in starts], torch.int64, self.device)
+        self._clock.positions[lanes] = sent([len(one.prompt) - 1 for one in starts], torch.int64, self.device)
+        self._is_active[lanes] = 1
+        tokens, scores = self._draws.begin(starts, lanes, logits)
+        self._tokens[lanes] = tokens
+        self._newest = logits, tokens, [one.sampling for one in starts]
+        return OnTheWay(tokens, scores)
+
     def step(self) -> list[int]:
         """The next token of each lane; those of lanes without a text, and of lanes in `put_back`, mean nothing."""
-        self._make_room()
-        if self._recording is not None:
-            self._recording.replay()
-        elif self.replays.make is None or self._num_eager < WARMUP:
-            self._num_eager += 1
-            self._advance()
-        else:
-            self._recording = self.replays.record(self.replays.make(), self._advance)
-            self._recording.replay()
-        assert self._logits is not None
-        logits = self.ranks.whole_vocabulary(self._logits)
-        self._choose(logits)
-        self._newest = logits, self._tokens, self._samplings
-        found: list[int] = self._tokens.tolist()
+        found: list[int] = self.launch().read()[0]
         return found
+
+    @torch.no_grad()
+    def launch(self) -> OnTheWay:
+        """The next token of each lane as in `step` [B], and its log-probability [B]. The CPU waits for nothing."""
+        self._make_room()
+        rows = 1 + max(self._newest_positions.values(), default=0)
+        seen = 0 if self._paging is None else self._paging.see(rows)
+        if seen not in self._recordings:
+            if self.replays.make is None or self._num_eager.get(seen, 0) < WARMUP:
+                self._num_eager[seen] = self._num_eager.get(seen, 0) + 1
+                for cache in self._caches:
+                    if isinstance(cache, StaticCache):
+                        cache.keys()  # a step computes them before its units, which may be compiled
+                self._advance()
+            else:
+                self._recordings[seen] = self.replays.record(self.replays.make(), self._advance)
+        if seen in self._recordings:
+            self._recordings[seen].replay()
+        assert self._logits is not None
+        assert self._scores is not None
+        self._draws.finish(self._logits, self._tokens, self._scores)
+        self._newest = self._logits, self._tokens, self._draws.samplings
+        return OnTheWay(self._tokens, self._scores)
 
     @torch.no_grad()
     def log_probabilities(self) -> Tensor:
@@ -154,7 +186,7 @@ class Lanes:
 
     def end(self, lane: int) -> None:
         """The text of a lane has ended; its lane is free."""
-        self._samplings[lane], self._is_active[lane] = None, 0
+        self._draws.samplings[lane], self._is_active[lane] = None, 0
         self._newest_positions.pop(lane, None)
         if self._paging is not None:
             self._paging.end(lane)
@@ -166,6 +198,13 @@ class Lanes:
         self.begin(0, [0], 0, Sampling(0.0))
         self.release()
         return sum(cache.num_bytes for cache in (*self._caches, *self._first_caches))
+
+    def in_this_thread(self) -> AbstractContextManager[object]:
+        """In the block, another thread than the one that made the lanes computes, on the stream of that one.
+
+        A thread begins on the default stream, which cannot be recorded.
+        """
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def release(self) -> None:
         """No text is computed for now: all lanes are free, and the modules of the model have no cache."""
@@ -195,57 +234,89 @@ class Lanes:
         if self._paging is not None:
             self._paging.settle()
 
-    def _logits_of(self, lane: int, prompt: tuple[int, ...]) -> Tensor:
+    def _logits_of(self, starts: Sequence[Start]) -> Tensor:
+        """The logits [n, V] behind prompts, whose rows are then in the caches of their lanes."""
+        prompts = list(dict.fromkeys(tuple(one.prompt) for one in starts))
+        if len(prompts) > 1 and self._together > 1:
+            return self._logits_together(starts, prompts)
+        found = []
+        for one in starts:
+            found.append(self._logits_alone(one.lane, tuple(one.prompt)))
+            for own, first in zip(self._caches, self._first_caches, strict=True):
+                own.replace_sample(one.lane, first)
+        return torch.cat(found)
+
+    def _logits_alone(self, lane: int, prompt: tuple[int, ...]) -> Tensor:
         """The logits [1, V] behind a prompt, whose rows are in the first caches, or in pages of the lane."""
         is_new = self._of_prompt is None or self._of_prompt[0] != prompt
         if self._paging is not None:
             is_new = self._paging.begin(lane, len(prompt), is_new=is_new)
         if self._of_prompt is None or is_new:
-            self._first_clock.start(torch.tensor([len(prompt)], device=self.device), None)
+            self._first_clock.start(sent([len(prompt)], torch.int64, self.device), None)
             positions = torch.arange(len(prompt), device=self.device)[None]
-            entries = {"tokens": torch.tensor([prompt], device=self.device), "positions": positions}
+            entries = {"tokens": sent([prompt], torch.int64, self.device), "positions": positions}
             logits = self.ranks.whole_vocabulary(self._computed(entries, self._first_caches))
             self._of_prompt, self.vocab_size = (prompt, logits), logits.shape[-1]
         return self._of_prompt[1]
+
+    def _logits_together(self, starts: Sequence[Start], prompts: Sequence[tuple[int, ...]]) -> Tensor:
+        """The logits [n, V] behind different prompts, which are computed together, some at a time."""
+        places = {prompt: number for number, prompt in enumerate(prompts)}
+        found: list[Tensor] = []
+        for begin in range(0, len(prompts), self._together):
+            some = prompts[begin : begin + self._together]
+            computed, caches = self._computed_together(some)
+            found.append(computed)
+            own = [one for one in starts if begin <= places[tuple(one.prompt)] < begin + len(some)]
+            lanes = sent([one.lane for one in own], torch.int64, self.device)
+            sources = sent([places[tuple(one.prompt)] - begin for one in own], torch.int64, self.device)
+            for cache, of_prompts in zip(self._caches, caches, strict=True):
+                cache.replace_samples(lanes, of_prompts, sources)
+        logits = torch.cat(found)
+        self.vocab_size = logits.shape[-1]
+        return logits[sent([places[tuple(one.prompt)] for one in starts], torch.int64, self.device)]
+
+    def _computed_together(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Any]]:
+        """(the logits [b, V] behind prompts, their caches). Padding follows the prompts, and no position sees it."""
+        longest, clock = max(map(len, prompts)), Clock(len(prompts), self.device)
+        lengths = sent([*map(len, prompts)], torch.int64, self.device)
+        clock.start(lengths, None)
+        tokens = sent([[*one, *[0] * (longest - len(one))] for one in prompts], torch.int64, self.device)
+        caches, positions = self._made(clock), torch.arange(longest, device=self.device)[None]
+        entries = {"tokens": tokens, "positions": positions}
+        logits = self._computed(entries, caches, lengths - 1)
+        return self.ranks.whole_vocabulary(logits), caches
 
     def _made(self, clock: Clock) -> list[Any]:
         """The empty caches of all modules, of the texts of a clock."""
         size = CacheSize(rounded(self.context), make=clock.cache, make_state=partial(StaticStateCache, clock=clock))
         return [module.new_cache(size) for module in self.modules]
 
-    def _computed(self, entries: dict[str, Tensor], caches: list[Any]) -> Tensor:
-        """The logits [b, V / R] of the last position of some texts."""
+    def _computed(self, entries: dict[str, Tensor], caches: list[Any], last: Tensor | None = None) -> Tensor:
+        """The logits [b, V / R] of the last position of some texts, or of the positions `last` [b]."""
         for module, cache in zip(self.modules, caches, strict=True):
             module.cache = cache
         zeros = torch.zeros_like(entries["tokens"][:, 0])
         with shared_rotations():
-            return last_logits(self.model, {**entries, "sample_ids": zeros, "keys": zeros}, self._instead(caches))
+            given = {**entries, "sample_ids": zeros, "keys": zeros}
+            return last_logits(self.model, given, self._instead(caches), last)
 
     def _instead(self, caches: list[Any]) -> Instead:
         """Compiled units compute steps; each length of a prompt would be compiled anew."""
         return {**self._own_units, **(self.replays.compiled if caches is self._caches else AS_THEY_ARE)}
 
     def _advance(self) -> None:
-        """The logits of the next position of each lane. It reads no value of the CPU that differs between steps."""
+        """The logits of the next position of each lane, and a token. No value of the CPU that it reads ever differs."""
         self._clock.positions.mul_(self._is_active)  # lanes without a text stay at the first positions
         self._clock.tick()
         entries = {"tokens": self._tokens[:, None], "positions": self._clock.positions[:, None]}
-        logits = self._computed(entries, self._caches)
-        if self._logits is None:
-            self._logits = torch.empty_like(logits)
+        logits = self.ranks.whole_vocabulary(self._computed(entries, self._caches))
+        tokens, scores = self._draws.advance(logits)
+        if self._logits is None or self._scores is None:
+            self._logits, self._scores = torch.empty_like(logits), torch.empty_like(scores)
         self._logits.copy_(logits)
-
-    def _choose(self, logits: Tensor) -> None:
-        """The tokens that the random numbers of the lanes choose from logits [B, V]; lanes differ in `Sampling`."""
-        numbers = draws(self._keys, self._index)
-        lanes: dict[Sampling, list[int]] = {}
-        for lane, sampling in enumerate(self._samplings):
-            if sampling is not None:
-                lanes.setdefault(sampling, []).append(lane)
-        for sampling, own in lanes.items():
-            rows = torch.tensor(own, device=self.device)
-            self._tokens[rows] = choose(logits[rows], sampling, numbers[rows])
-        self._index.add_(1)
+        self._tokens.copy_(tokens)
+        self._scores.copy_(scores)
 
 
 def refuse_unsteady(sampler: Sampler, ranks: Alone) -> None:

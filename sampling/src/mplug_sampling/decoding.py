@@ -19,6 +19,7 @@ from mplug_sampling.sampling import Sampling, choose, draws
 from mplug_sampling.stages import Choose, DividedModel, Finish, RunUnits, divided, run_last
 from mplug_sampling.streams import EncoderTexts, Media, Seen, units_of
 from mplug_sampling.token_steps import Replays
+from mplug_sampling.transfers import OnTheWay
 
 Take = Callable[[int, int], bool]
 """(number of a prompt, its next token) -> whether its text ends here."""
@@ -261,12 +262,12 @@ class _Batch:
         window.seen = self._seen(longest, num_tokens)
         later = None if window.seen is None else window.seen.later(longest)
         tokens = steps.begin(window.entries(0), lengths, window.padding, self.keys, later)
-        found = _OnTheWay(self.ranks.tokens_of_all(tokens))
+        found = OnTheWay(self.ranks.tokens_of_all(tokens))
         for _ in range(1, num_tokens):
-            following = _OnTheWay(self.ranks.tokens_of_all(steps.advance(most)))
-            yield found.read()
+            following = OnTheWay(self.ranks.tokens_of_all(steps.advance(most)))
+            yield found.read()[0]
             found = following
-        yield found.read()
+        yield found.read()[0]
 
     def _window(self, longest: int, more: int) -> "_Window":
         """The last tokens of this rank's texts in a new cache, with room for `more` tokens if the context has it."""
@@ -298,26 +299,6 @@ class _Batch:
         for module in self.modules:
             module.cache.rewind(again)
         return self.ranks.next_tokens(self.model, window.entries(again), partial(run_last, self.model), choose)
-
-
-class _OnTheWay:
-    """Tokens [B] on their way to the CPU. The step of the next tokens may overwrite the given tensor."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        if tokens.is_cuda:
-            self._values = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._values.copy_(tokens, non_blocking=True)
-            self._event: torch.cuda.Event | None = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._values, self._event = tokens.clone(), None
-
-    def read(self) -> list[int]:
-        """The tokens, when they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        found: list[int] = self._values.tolist()
-        return found
 
 
 class _Window:

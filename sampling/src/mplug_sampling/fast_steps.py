@@ -51,7 +51,7 @@ def compiled_step(run: Run, sampler: Sampler) -> tuple[Instead, str]:
         for unit in model.plan.without_streams(model.plan.inference)
         if not _has_hooks(model.module.get_submodule(unit.name))
     ]
-    found = compiled_units(model, units, backend, trainer.tune_kernels)
+    found = compiled_units(model, units, backend, trainer.tune_kernels, sampler.own_units())
     return {unit.name: compiled for unit, compiled in found}, ""
 
 

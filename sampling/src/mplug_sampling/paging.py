@@ -12,6 +12,9 @@ from mplug_sampling.pages import SPARE, NoPage, Pages
 PAGE_SIZE = 16
 """Rows of a page. Texts of one prompt copy at most one page each, and each wastes less than one page."""
 
+FEWEST = 8
+"""Pages of each text that attention receives at least: it copies them, so long contexts of short texts cost little."""
+
 
 class Room:
     """Which prompts may begin, one after another: all of them, if each lane has its own rows."""
@@ -102,6 +105,17 @@ class Paging:
         except NoPage:
             return False
         return True
+
+    def see(self, rows: int) -> int:
+        """Let attention receive the pages of texts with up to this many rows, or some more; returns their number.
+
+        They are `FEWEST` pages, doubled as often as needed, so that few shapes are recorded.
+        """
+        found = FEWEST
+        while found * self.clock.page_size < rows:
+            found *= 2
+        self.clock.seen = min(found, self.clock.pages_of_text)
+        return self.clock.seen
 
     def end(self, lane: int) -> None:
         """The text of a lane has ended."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import MethodType
 
 from mplug import Model, Run, UsageError
 from mplug.commands import Instead, Selection
 from mplug_sampling.continuous import Lanes
-from mplug_sampling.filling import LaneText, LogProbability, fill_lanes
+from mplug_sampling.filling import LaneText, fill_lanes
 from mplug_sampling.sampler import Sampler, owners_of_axes
 from mplug_sampling.sampling import Sampling
 
@@ -40,7 +40,7 @@ class TrainedSampler(Sampler):
         for unit in self.model.plan.inference:
             part = self.model.module.get_submodule(unit.name)
             if unit.method in vars(part):
-                found[unit.name] = partial(getattr(type(part), unit.method), part)
+                found[unit.name] = MethodType(getattr(type(part), unit.method), part)
         return found
 
     def _use_plain_attention(self, run: Run, selection: Selection) -> None:
@@ -82,15 +82,15 @@ def complete(
     lanes.forget_prompt()
     found = [Completion() for _ in prompts]
 
-    def take(number: int, token: int, log_probability: LogProbability) -> bool:
+    def take(number: int, token: int, log_probability: float) -> bool:
         text = found[number]
         text.tokens.append(token)
-        text.log_probabilities.append(log_probability())
+        text.log_probabilities.append(log_probability)
         text.truncated = token not in ends and len(text.tokens) >= num_tokens
         return token in ends or text.truncated
 
     try:
-        fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take)
+        fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take, num_tokens)
     finally:
         module.train(was_training)
     return found

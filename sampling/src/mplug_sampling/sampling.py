@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mplug.tensors.random import key_of, uniform
+from mplug_sampling.drawing import drawn
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,16 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token, whatever is drawn."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token may be drawn, so that their order by probability does not matter."""
+        return not self.top_k and self.top_p >= 1
 
 
 def sample_key(seed: int, occurrence: int = 0) -> int:
@@ -42,16 +53,29 @@ def draws(keys: Tensor, index: Tensor) -> Tensor:
 
 def log_probabilities(logits: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> Tensor:
     """Those of tokens [B] by logits [B, V] that temperatures [B] divide, in at least fp32."""
+    values = of_all_tokens(logits, torch.tensor(temperatures, dtype=torch.float64, device=logits.device))
+    return values.gather(1, tokens[:, None])[:, 0]
+
+
+def of_all_tokens(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """The log-probabilities [B, V] by logits [B, V] that temperatures [B] divide, in at least fp32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scaled = wide / torch.tensor(temperatures, dtype=wide.dtype, device=wide.device)[:, None]
-    return scaled.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+    return (wide / temperatures.to(wide.dtype)[:, None]).log_softmax(dim=-1)
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """The tokens [B] that the random numbers `draws` [B] in [0, 1) select from logits [B, V], in fp64."""
-    logits = logits[:, : sampling.vocab_size].double()
-    if sampling.temperature == 0:
+    """The tokens [B] that the random numbers `draws` [B] in [0, 1) select from logits [B, V].
+
+    Among all tokens, in the order of the vocabulary (`drawn`); among those of top-k and top-p, from the likeliest to
+    the least likely, in fp64.
+    """
+    logits = logits[:, : sampling.vocab_size]
+    if sampling.is_greedy:
         return logits.argmax(dim=-1)
+    if sampling.keeps_all:
+        temperatures = torch.full((len(logits),), sampling.temperature, dtype=torch.float64, device=logits.device)
+        return drawn(of_all_tokens(logits, temperatures), draws.to(logits.device))
+    logits = logits.double()
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:

@@ -22,9 +22,16 @@ Finish = Callable[[Tensor], Tensor]
 
 
 def run_last(
-    model: Model, units: Sequence[Unit], entries: Mapping[str, Tensor], instead: Instead = AS_THEY_ARE
+    model: Model,
+    units: Sequence[Unit],
+    entries: Mapping[str, Tensor],
+    instead: Instead = AS_THEY_ARE,
+    last: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Run some inference units of a model whose modules have caches; the last unit computes the last position only."""
+    """Run some inference units of a model whose modules have caches; the last unit computes the last position only.
+
+    `last` [B]: the place of each sample's last position, if padding follows it.
+    """
     *_, head = model.plan.inference
     values = run_units(model.module, [unit for unit in units if unit is not head], entries, instead=instead)
     if head not in units:
@@ -33,8 +40,16 @@ def run_last(
     for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
         if "sequence" in activations.get(name, ()):
             dim = activations[name].index("sequence")
-            values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
+            values[name] = _last_of(values[name], dim, last)
     return run_units(model.module, [head], values, instead=instead)
+
+
+def _last_of(x: Tensor, dim: int, last: Tensor | None) -> Tensor:
+    """The last position along a dimension; with `last` [B], that of each sample along dimension 0."""
+    if last is None:
+        return x.narrow(dim, x.shape[dim] - 1, 1).contiguous()
+    places = last.view(-1, *(1 for _ in x.shape[1:])).expand(*x.shape[:dim], 1, *x.shape[dim + 1 :])
+    return x.gather(dim, places)
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,8 @@ def rounded(positions: int) -> int:
     return -(-positions // MULTIPLE) * MULTIPLE
 
 
-def last_logits(model: Model, entries: Mapping[str, Tensor], compiled: Instead = AS_THEY_ARE) -> Tensor:
-    """The logits [b, V / R] of the last position of a micro batch."""
-    return run_last(model, units_of(model.plan, entries), entries, compiled)["logits"][:, -1]
+def last_logits(
+    model: Model, entries: Mapping[str, Tensor], compiled: Instead = AS_THEY_ARE, last: Tensor | None = None
+) -> Tensor:
+    """The logits [b, V / R] of the last position of a micro batch; `last` as in `run_last`."""
+    return run_last(model, units_of(model.plan, entries), entries, compiled, last)["logits"][:, -1]

@@ -1,13 +1,16 @@
 """Continuous batching: texts that begin and end at different steps have the tokens that they have in a batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from sampled import CONTEXT, FAMILIES, PROMPTS, TOKENS, built, texts
 
 from mplug import UsageError
+from mplug_sampling import continuous
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.decoding import Ranks
+from mplug_sampling.filling import LaneText, fill_lanes
 from mplug_sampling.sampling import Sampling, sample_key
 from mplug_sampling.token_steps import Replays
 from mplug_testing import run_workers
@@ -81,3 +84,29 @@ def test_what_texts_that_begin_at_different_steps_cannot_have_is_refused(changes
     run, sampler = built({**FAMILIES["llama"], **changes})
     with pytest.raises(UsageError, match=reason):
         Lanes(sampler, 3, CONTEXT, Ranks(run, sampler))
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_device_that_is_one_step_ahead_computes_the_same_completions(
+    replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of all lengths, also of one token; prompts that repeat, together and alone; log-probabilities too."""
+    _, sampler = built(FAMILIES["gemma"])
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    texts = [LaneText(prompt, 50 + number, Sampling(1.0)) for number, prompt in enumerate(prompts)]
+    found: list[list[tuple[int, float]]] = [[] for _ in texts]
+
+    def take(number: int, token: int, score: float) -> bool:
+        found[number].append((token, score))
+        return token % 8 == 0 or len(found[number]) == 1 + number % TOKENS
+
+    replays = Replays(Operations) if replayed else None
+    fill_lanes(Lanes(sampler, 5, CONTEXT, replays=replays), texts, take, TOKENS)
+    ahead, found = found, [[] for _ in texts]
+    texts = [replace(one, taken=[]) for one in texts]
+    monkeypatch.setattr(continuous, "TOGETHER", 1)
+    fill_lanes(Lanes(sampler, 5, CONTEXT), texts, take)
+    assert len({len(one) for one in found}) > 4
+    for one, other in zip(ahead, found, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        assert [score for _, score in one] == pytest.approx([score for _, score in other], rel=1e-11)

@@ -9,6 +9,7 @@ import torch
 from sampled import CONTEXT, FAMILIES, PROMPTS, built
 
 from mplug import UsageError
+from mplug_sampling import continuous, paging
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.decoding import Ranks
 from mplug_sampling.pages import Pages
@@ -21,8 +22,8 @@ from mplug_testing.recording import Operations
 PAGE = 4
 REPEATED = [prompt for prompt in PROMPTS[1:6] for _ in range(3)]
 KEYS = [*range(100, 100 + len(REPEATED))]
-ENDS = frozenset(range(0, 512, 9))
-"""One token of nine ends a text, so lengths have a long tail."""
+ENDS = frozenset(range(0, 512, 16))
+"""One token of sixteen ends a text, so lengths have a long tail."""
 EXPERTS = ("mixtral", "gpt-oss", "deepseek")
 """The products of an expert have as many rows as texts choose it, so rounding depends on the texts of other lanes."""
 QUICK = ("gemma",)
@@ -46,12 +47,18 @@ def require_same(found: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_pages_give_the_bits_of_rows_for_each_lane(family: str) -> None:
-    """Tokens and log-probabilities, of caches whose windows and states have no pages too."""
+def test_pages_give_the_bits_of_rows_for_each_lane(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and log-probabilities, of caches whose windows and states have no pages too.
+
+    Both compute each prompt alone, and attention receives as many rows, because these change the order of sums. So does
+    the place of a text among five lanes, not among four, and lanes with rows are one step ahead.
+    """
+    monkeypatch.setattr(continuous, "TOGETHER", 1)
+    monkeypatch.setattr(paging, "FEWEST", CONTEXT)
     _, sampler = built(FAMILIES[family])
-    whole = completed(lanes_of(sampler))
+    whole = completed(lanes_of(sampler, 4))
     assert len({len(one.tokens) for one in whole}) > 3
-    lanes = lanes_of(sampler, cache_tokens=5 * CONTEXT, page_size=PAGE)
+    lanes = lanes_of(sampler, 4, cache_tokens=5 * CONTEXT, page_size=PAGE)
     found = completed(lanes)
     require_same(found, whole)
     assert family in EXPERTS or found == whole
@@ -77,12 +84,14 @@ def test_a_completion_depends_on_no_lane_and_no_other_completion() -> None:
         require_same(completed(lanes, order=[one]), [together[one]])
 
 
-def test_replayed_steps_read_the_pages_of_their_time() -> None:
+def test_replayed_steps_read_the_pages_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One recording for each number of pages that attention receives."""
+    monkeypatch.setattr(paging, "FEWEST", 2)
     _, sampler = built(FAMILIES["llama"])
     replays = Replays(Operations)
     lanes = lanes_of(sampler, cache_tokens=CONTEXT, page_size=PAGE, replays=replays)
     require_same(completed(lanes), completed(lanes_of(sampler)))
-    assert replays.num_recorded == 1
+    assert replays.num_recorded > 1
     assert lanes.num_put_back > 0
 
 
@@ -99,7 +108,7 @@ def test_ranks_that_divide_the_heads_share_the_table() -> None:
     first, second = run_workers(2, of_rank, settings)
     assert first == second
     whole, paged, scarce = first
-    assert paged == whole
+    require_same(paged[0], whole[0])
     require_same(scarce[0], whole[0])
     assert scarce[1] > 0
 

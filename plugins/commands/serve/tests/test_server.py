@@ -518,7 +518,7 @@ def test_a_folder_is_refused_before_a_weight_changes(tmp_path: Path, monkeypatch
 
 def test_a_failure_of_the_model_ends_all_answers_and_is_reported() -> None:
     with serving(started=False) as (client, engine), ThreadPoolExecutor(1) as clients:
-        engine.lanes.step = lambda: [1, 2, 3][5]  # type: ignore[method-assign,return-value]
+        engine.lanes.launch = lambda: [1, 2, 3][5]  # type: ignore[method-assign,return-value]
         asked = clients.submit(client.ask, "/v1/completions", PROMPT)
         while not engine.load["waiting"]:
             time.sleep(0.01)

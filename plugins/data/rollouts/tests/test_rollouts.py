@@ -15,7 +15,9 @@ from mplug.commands import Filled
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import Parts, build
-from mplug_sampling.fast_steps import obstacles
+from mplug_compile import compiled_graphs
+from mplug_sampling import Lanes, Replays, Sampling, complete
+from mplug_sampling.fast_steps import compiled_step, obstacles
 from mplug_testing import DataSuite
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.parity import require_parity
@@ -69,6 +71,23 @@ def test_units_that_training_compiles_sample_as_they_are() -> None:
         assert bool(changed) == (backend != "never")
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.wide("compile")
+def test_compiled_steps_of_a_model_that_trains_are_not_those_that_training_compiles() -> None:
+    """The same completions, by graphs of their own: one for each kind of unit, whatever the length of a prompt."""
+    run = tiny_run(in_fp64({**TINY, "trainer.compile": "aot_eager", "adapters.lora.rank": 3}))
+    build(run)
+    sampler = run.hooks.plugins["data/rollouts"]._sampler
+    compiled, reason = compiled_step(run, sampler)
+    assert (len(compiled), reason) == (len(sampler.model.plan.inference), "")
+    before, prompts = compiled_graphs(), [[5, 4, 3], [6], [5, 4, 3], [7, 8]]
+    found = []
+    for functions in (compiled, {}):
+        lanes = Lanes(sampler, 3, 49, replays=Replays(compiled=functions))
+        found.append(complete(lanes, prompts, [*range(4)], 9, Sampling(), frozenset()))
+    assert compiled_graphs() == before + 3
+    assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
 
 
 @pytest.mark.wide("data", quick=["0.7"])

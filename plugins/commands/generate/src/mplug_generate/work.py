@@ -195,7 +195,7 @@ def _in_lanes(
     texts = [Text(tokenizer, one.text, wanted.ends, wanted.stops) for one in wanted.encoded]
     has_ended, written = [False] * len(texts), 0
 
-    def take(number: int, token: int, _: Callable[[], float]) -> bool:
+    def take(number: int, token: int, _: float) -> bool:
         nonlocal written
         lane_text, text = lane_texts[number], texts[number]
         if not (text.take(token) or len(lane_text.taken) >= wanted.num_tokens):
@@ -213,7 +213,7 @@ def _in_lanes(
     num_lanes = min(wanted.batch_size, len(prompts))
     lanes = Lanes(sampler, num_lanes, longest, ranks, replays, wanted.cache_tokens)
     lane_texts = [LaneText(prompt, key, wanted.sampling) for prompt, key in zip(prompts, keys, strict=True)]
-    fill_lanes(lanes, lane_texts, take)
+    fill_lanes(lanes, lane_texts, take, wanted.num_tokens)
 
 
 def _in_batches(

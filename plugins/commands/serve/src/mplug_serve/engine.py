@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mplug import UsageError
@@ -274,22 +275,29 @@ def computed(
     lanes: "Lanes", commands: Sequence[Command], scored: Collection[int] = (), load: Loading | None = None
 ) -> list[New]:
     """Do the commands of a round; returns the new tokens in order, with log-probabilities in `scored` lanes."""
+    from mplug_sampling.lane_draws import Start
+
     found: list[New] = []
-    for command in commands:
-        if isinstance(command, Begin):
-            token, lane = lanes.begin(*command), command.lane
-            found.append(New(token, lane, float(lanes.log_probabilities()) if lane in scored else None))
-        elif isinstance(command, End):
-            lanes.end(command.lane)
-        elif isinstance(command, Load):
-            assert load is not None
-            load(command.folder)
-            lanes.model.weights_settled()
-            lanes.forget_prompt()
-        elif command == "step":
-            tokens = lanes.step()
-            scores = lanes.log_probabilities().tolist() if scored else []
-            found += [New(token, lane, scores[lane] if lane in scored else None) for lane, token in enumerate(tokens)]
+
+    def take(lanes_of_tokens: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> None:
+        for lane, token, score in zip(lanes_of_tokens, tokens, scores, strict=True):
+            found.append(New(token, lane, score if lane in scored else None))
+
+    for kind, group in groupby(commands, type):
+        if kind is Begin:
+            starts = [Start(*one) for one in group if isinstance(one, Begin)]
+            take([one.lane for one in starts], *lanes.begin_all(starts).read())
+            continue
+        for command in group:
+            if isinstance(command, End):
+                lanes.end(command.lane)
+            elif isinstance(command, Load):
+                assert load is not None
+                load(command.folder)
+                lanes.model.weights_settled()
+                lanes.forget_prompt()
+            elif command == "step":
+                take(range(lanes.num_lanes), *lanes.launch().read())
     return found
 
 

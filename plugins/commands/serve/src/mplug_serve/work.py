@@ -202,7 +202,8 @@ def _serve(job: Job, served: "Served", engine: "Engine", listening: socket.socke
 
     def compute() -> None:
         try:
-            engine.run()
+            with engine.lanes.in_this_thread():
+                engine.run()
         finally:
             server.should_exit = True
 

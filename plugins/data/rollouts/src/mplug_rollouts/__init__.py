@@ -297,11 +297,15 @@ class Rollouts(ChatLoader):
 
     def _made_lanes(self, run: "Run") -> "Lanes":
         """The lanes, whose caches stay from rollout to rollout."""
+        from mplug.commands import AS_THEY_ARE
         from mplug_sampling import Lanes, Ranks, replays_for
+        from mplug_sampling.fast_steps import compiled_step
 
         assert self._sampler is not None
         if self._lanes is None:
-            replays, reasons = replays_for(run, self._sampler)
+            is_compiled = self.config.graphs and not run.config.trainer.deterministic
+            compiled = compiled_step(run, self._sampler)[0] if is_compiled else AS_THEY_ARE
+            replays, reasons = replays_for(run, self._sampler, compiled)
             if reasons:
                 raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
             context = run.config.trainer.seq_length // self.config.per_sample + 1

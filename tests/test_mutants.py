@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -168,11 +168,14 @@ def slot(records: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.mark.wide("mutants")
 @pytest.mark.parametrize("name", [name for _, name in NAMES])
-def test_the_recorded_test_kills_the_mutant(name: str, records: ModuleType, current: dict[str, Any], slot: Any) -> None:
+def test_the_recorded_test_kills_the_mutant(
+    name: str, records: ModuleType, current: dict[str, Any], slot: Any, record_property: Callable[[str, str], None]
+) -> None:
     """Mutants and tests that are gone are skipped; other tests limit their number."""
     if name not in current:
         pytest.skip("the code has changed since")
     found = records.verdict(slot, current[name])
+    record_property("verdict", found)
     if found == records.MISSING:
         pytest.skip(found)
     assert found in (records.KILLED, records.BY_WIDE), current[name][0].change

@@ -5,12 +5,12 @@
     python benchmarks/faults/replant.py table results.jsonl
     python benchmarks/faults/replant.py keep results.jsonl
 
-`run` plants every fault in a copy of the tree, and runs the tests that `catchers.jsonl` names for it; a test that has
-become a wide one counts, and the results say so. Of faults that pass, it then runs the quick tests of the area
-(`areas.yaml`). What fails or hangs without the fault, too, does not count. Each fault appends a line of JSON to the
-file; faults that it holds already are skipped, so a run that was stopped goes on. `table` prints what is known of each
-fault in Markdown, and `keep` writes the tests that catch faults to `catchers.jsonl`. The exit status of `run` is 1 if a
-fault survives.
+`run` plants every fault in a copy of the tree, and runs the quick tests that `catchers.jsonl` names for it; if none
+fails, the quick tests of the area (`areas.yaml`); and if these pass, the tests of `catchers.jsonl` that are wide today.
+What fails or hangs without the fault, too, does not count. Each fault appends a line of JSON to the file; faults that
+it holds already are skipped, so a run that was stopped goes on. `table` prints what is known of each fault in Markdown,
+and `keep` writes the tests that catch faults to `catchers.jsonl`. The exit status of `run` is 1 if a fault is caught by
+no quick test.
 
 `run.py` needs a record of which tests execute which lines, and tries all of these; this needs a few minutes on 16
 cores. A copy has no environment: this interpreter must find torch, pytest, and the metadata of mplug and its plugins.
@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,14 @@ from typing import Any
 import yaml
 from records import SESSION, TREE, caught, read_results
 from run import Fault, read_faults
-from sessions import NOT_FOUND, PASSED, files_of_tests, run_recorded, run_tests
+from sessions import NOT_FOUND, PASSED, WIDE, files_of_tests, run_selected, run_tests
 from slots import Slot, Stopped, copied, verify
 from workspace import HERE, Outcome
 
 FAULTS, CATCHERS, AREAS = HERE / "faults.yaml", HERE / "catchers.jsonl", HERE / "areas.yaml"
 PATIENCE = 90.0
 """Seconds without progress after which a test hangs."""
+BY_WIDE = "caught by a wide test alone"
 AGAIN = 4
 """Sessions of an area: one more for each test that fails without the fault, too."""
 
@@ -60,21 +61,28 @@ class Planting:
         """Copy the tree, and start the process that forks sessions in the copy."""
         self.slots.put(Slot(TREE, folder, stop_at=self.stop_at))
 
-    def by_catchers(self, fault: Fault) -> dict[str, Any] | None:
-        """What the tests that have caught a fault before say of it; None if they pass, or if there is none."""
+    def by_quick_catchers(self, fault: Fault) -> dict[str, Any] | None:
+        """What the quick tests that have caught a fault before say of it; None if they pass, or if there is none."""
+        return self._by_catchers(fault, is_wide=False)
+
+    def by_wide_catchers(self, fault: Fault) -> dict[str, Any]:
+        """The same of tests that are wide today."""
+        return self._by_catchers(fault, is_wide=True) or self._written(fault, "missed", time.monotonic())
+
+    def _by_catchers(self, fault: Fault, is_wide: bool) -> dict[str, Any] | None:
         tests, began = self.catchers.get(fault.name, []), time.monotonic()
         if not tests:
             return None
         with self.slot() as slot:
             with _planted(slot, fault):
-                outcome, is_wide = run_recorded(slot, tests, (), PATIENCE)
+                outcome = run_selected(slot, tests, WIDE if is_wide else (), PATIENCE)
             how, by = ("", None) if outcome.status == NOT_FOUND else caught(outcome)
             if by is None or not self._stands_without(slot, [by] if "::" in by else tests, is_wide):
                 return None
             return self._written(fault, "caught", began, how=how, by=by, wide=is_wide, said=_last_words(outcome))
 
-    def by_area(self, fault: Fault) -> dict[str, Any]:
-        """What the quick tests of a fault's area say of it."""
+    def by_area(self, fault: Fault) -> dict[str, Any] | None:
+        """What the quick tests of a fault's area say of it; None if they pass."""
         files, began = files_of_area(self.areas[fault.area]), time.monotonic()
         left_out: list[str] = []
         with self.slot() as slot:
@@ -83,11 +91,11 @@ class Planting:
                     outcome = run_tests(slot, files, left_out, PATIENCE)
                 how, by = caught(outcome)
                 if by is None:
-                    break
+                    return None
                 if self._stands_without(slot, [by] if "::" in by else files, False):
                     return self._written(fault, "caught", began, how=how, by=by, wide=False, said=_last_words(outcome))
                 left_out += ["--deselect", by]
-            return self._written(fault, "missed", began, num_tests=len(outcome.seconds), num_run=len(outcome.seconds))
+        return None
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -106,7 +114,7 @@ class Planting:
         """Whether tests pass where nothing is planted."""
         key = json.dumps(tests)
         if key not in self.sound:
-            outcome = run_tests(slot, tests, ["--wide", "all"] if is_wide else [], PATIENCE)
+            outcome = run_tests(slot, tests, WIDE if is_wide else (), PATIENCE)
             self.sound[key] = outcome.status in PASSED
             if not self.sound[key]:
                 print(f"fails without a fault, too: {', '.join(tests)[:200]}", flush=True)
@@ -157,35 +165,34 @@ def run(options: argparse.Namespace) -> None:
         verify(sys.executable, copied(TREE, folder / "first"))
         with ThreadPoolExecutor(jobs) as pool:  # a slot's process ends with the thread that has started it
             [*pool.map(planting.add_slot, [folder / f"slot{number}" for number in range(jobs)])]
-            for attempt in (planting.by_catchers, planting.by_area):
+            for attempt in (planting.by_quick_catchers, planting.by_area, planting.by_wide_catchers):
                 running = [(fault, pool.submit(attempt, fault)) for fault in left]
-                left = [fault for fault, one in running if _result_of(one) is None]
+                left = [fault for fault, one in running if _passes(one)]
             for _ in range(jobs):
                 planting.slots.get().close()
     _summarize(faults, options.out)
 
 
-def _result_of(running: Any) -> dict[str, Any] | None:
-    """What an attempt has found; None if it could not end."""
+def _passes(running: "Future[dict[str, Any] | None]") -> bool:
+    """Whether the tests of an attempt pass, so that the next ones are tried; not so if the time is over."""
     try:
-        found: dict[str, Any] | None = running.result()
+        return running.result() is None
     except Stopped:
-        return None
+        return False
     except (RuntimeError, OSError) as error:
         print(f"a copy of the tree is damaged, and another one takes its place: {error!r}"[:500], flush=True)
-        return None
-    return found
+        return False
 
 
 def _summarize(faults: Sequence[Fault], out: Path) -> None:
     results = {result["fault"]: result for result in read_results(out)}
     found = Counter(_kind(results.get(fault.name)) for fault in faults)
     print(f"{len(faults)} faults: " + ", ".join(f"{number} {kind}" for kind, number in sorted(found.items())))
-    for kind in ("survive", "not tried"):
+    for kind in (BY_WIDE, "survive", "not tried"):
         for fault in faults:
             if _kind(results.get(fault.name)) == kind:
                 print(f"- {kind}: {fault.name} ({fault.file})")
-    sys.exit(1 if found["survive"] else 0)
+    sys.exit(1 if found["survive"] or found[BY_WIDE] else 0)
 
 
 def _kind(result: dict[str, Any] | None) -> str:
@@ -193,7 +200,7 @@ def _kind(result: dict[str, Any] | None) -> str:
         return "not tried"
     if result["outcome"] != "caught":
         return "survive"
-    return "caught by a wide test alone" if result["wide"] else "caught"
+    return BY_WIDE if result["wide"] else "caught"
 
 
 def _last_words(outcome: Outcome) -> str:

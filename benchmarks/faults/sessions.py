@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,17 +22,18 @@ def run_recorded(slot: Slot, tests: Sequence[str], arguments: Sequence[str], pat
     A first session runs the tests that are quick, and a second one those of wide sets. The exit status of the outcome
     is `NOT_FOUND` if none of the tests exists.
     """
+    quick = run_selected(slot, tests, arguments, patience)
+    if quick.status not in (*PASSED, NOT_FOUND):
+        return quick, False
+    wide = run_selected(slot, tests, (*WIDE, *arguments), patience)
+    return (quick, False) if wide.status == NOT_FOUND else (wide, True)
+
+
+def run_selected(slot: Slot, tests: Sequence[str], arguments: Sequence[str], patience: float) -> Outcome:
+    """Run recorded tests, where they are today. The exit status is `NOT_FOUND` if arguments select none of them."""
     found = [name for test in tests for name in names_today(slot.copy, test)]
-    if not found:
-        return Outcome(NOT_FOUND, (), (), {}, ""), False
-    first = run_tests(slot, found, arguments, patience)
-    if first.status not in PASSED:
-        return first, False
-    second = run_tests(slot, found, (*WIDE, *arguments), patience)
-    if second.status == NONE_SELECTED:
-        missing = Outcome(NOT_FOUND, (), (), {}, first.output)
-        return (missing if first.status == NONE_SELECTED else first), False
-    return second, True
+    outcome = run_tests(slot, found, arguments, patience) if found else Outcome(NOT_FOUND, (), (), {}, "")
+    return replace(outcome, status=NOT_FOUND) if outcome.status == NONE_SELECTED else outcome
 
 
 def run_tests(slot: Slot, tests: Sequence[str], arguments: Sequence[str], patience: float) -> Outcome:

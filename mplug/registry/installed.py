@@ -100,7 +100,7 @@ def folders_of_path() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _normal(folder: str) -> str:
-    """An absolute path without '..': a run asks for the state dozens of times while it starts."""
+    """An absolute path without '..': the same hundred paths are asked for again and again."""
     return os.path.abspath(folder)
 
 

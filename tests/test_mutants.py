@@ -190,6 +190,7 @@ def test_every_mutant_is_python(records: ModuleType) -> None:
     assert len(found) == 8
 
 
+@pytest.mark.wide("mutants")
 def test_nine_of_ten_recorded_tests_exist(records: ModuleType) -> None:
     tests = {record["by"] for record in RECORDS if record["how"] != "survives"}
     gone = sorted(test for test in tests if not sys.modules["sessions"].names_today(ROOT, test))

@@ -17,16 +17,14 @@ WIDE = ("--wide", "all")
 
 
 def run_recorded(slot: Slot, tests: Sequence[str], arguments: Sequence[str], patience: float) -> tuple[Outcome, bool]:
-    """(the first session that does not pass, or the last one; whether it ran tests of wide sets).
+    """(the session of the tests; whether they are all tests of wide sets).
 
-    A first session runs the tests that are quick, and a second one those of wide sets. The exit status of the outcome
-    is `NOT_FOUND` if none of the tests exists.
+    The exit status of the outcome is `NOT_FOUND` if none of the tests exists.
     """
     quick = run_selected(slot, tests, arguments, patience)
-    if quick.status not in (*PASSED, NOT_FOUND):
+    if quick.status != NOT_FOUND:
         return quick, False
-    wide = run_selected(slot, tests, (*WIDE, *arguments), patience)
-    return (quick, False) if wide.status == NOT_FOUND else (wide, True)
+    return run_selected(slot, tests, (*WIDE, *arguments), patience), True
 
 
 def run_selected(slot: Slot, tests: Sequence[str], arguments: Sequence[str], patience: float) -> Outcome:

@@ -162,6 +162,7 @@ def plain(dim: int) -> list[Tensor]:
     group, x = dist.group.WORLD, drawn(SHAPE, 1, dist.get_rank())
     made = [
         ops.all_reduce(x, group),
+        ops.all_reduce(x, group, "MAX"),
         ops.all_gather(x, group, dim),
         ops.reduce_scatter(x, group, dim),
         ops.own_part(x, group, dim),
@@ -173,8 +174,9 @@ def plain(dim: int) -> list[Tensor]:
 @pytest.mark.parametrize("dim", range(3))
 def test_plain_collectives_leave_their_input_alone(dim: int) -> None:
     xs = [drawn(SHAPE, 1, rank) for rank in range(2)]
-    for rank, (reduced, gathered, scattered, own, exchanged, x) in enumerate(run_workers(2, plain, dim)):
+    for rank, (reduced, most, gathered, scattered, own, exchanged, x) in enumerate(run_workers(2, plain, dim)):
         close(reduced, xs[0] + xs[1])
+        close(most, torch.maximum(*xs))
         close(gathered, torch.cat(xs, dim))
         close(scattered, (xs[0] + xs[1]).chunk(2, dim)[rank])
         close(own, xs[rank].chunk(2, dim)[rank])

@@ -322,3 +322,10 @@ def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_
 def test_measuring_allocates_nothing_of_the_models_size() -> None:
     run = tiny_run({"model.hidden_size": 65536, "model.num_layers": 4, "model.vocab_size": 1000000})
     assert measure_bytes(run, build_model(run))["weights"] > 2**40
+
+
+def test_norms_of_queries_and_keys_get_gradients_from_every_head() -> None:
+    model = build_model(tiny_run({"model.name": "qwen"}))
+    found = model.plan.match(model.parameters())
+    over = [found[f"blocks.0.attn.{name}"].over for name in ("q_norm", "k_norm")]
+    assert over == [("batch", "sequence", "heads"), ("batch", "sequence", "kv_heads")]

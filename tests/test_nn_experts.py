@@ -25,6 +25,7 @@ from mplug_nn import (
 )
 from mplug_nn.experts import beyond_capacity, combine, dispatch
 from mplug_nn.router import Balance
+from mplug_nn.statistics import add_auxiliary
 
 B, S, D, F_, E, K = 2, 5, 8, 12, 6, 2
 POSITIONS, KEYS = torch.arange(S)[None], torch.tensor([3, 4])
@@ -429,3 +430,10 @@ def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> 
     y = moe(drawn(B, S, D).abs(), POSITIONS, KEYS).flatten(0, 1)  # all choose expert 2, which has room for one
     assert y[0].any()
     assert not y[1:].any()
+
+
+def test_the_gradient_of_an_auxiliary_loss_begins_with_its_scale() -> None:
+    """A run with a loss scale has it in every gradient."""
+    x, loss = torch.ones(3, requires_grad=True), torch.tensor(5.0, requires_grad=True)
+    add_auxiliary(x, loss, torch.tensor(8.0)).backward(torch.tensor([1.0, 2.0, 3.0]))
+    assert (loss.grad, x.grad.tolist()) == (torch.tensor(8.0), [1.0, 2.0, 3.0])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mplug_ops as ops
+from mplug_ops.transfers import shift
 from mplug_testing import run_workers
 
 WHOLE, STRIDED = "whole", "strided"
@@ -161,6 +162,7 @@ def plain(dim: int) -> list[Tensor]:
     group, x = dist.group.WORLD, drawn(SHAPE, 1, dist.get_rank())
     made = [
         ops.all_reduce(x, group),
+        ops.all_reduce(x, group, "MAX"),
         ops.all_gather(x, group, dim),
         ops.reduce_scatter(x, group, dim),
         ops.own_part(x, group, dim),
@@ -172,8 +174,9 @@ def plain(dim: int) -> list[Tensor]:
 @pytest.mark.parametrize("dim", range(3))
 def test_plain_collectives_leave_their_input_alone(dim: int) -> None:
     xs = [drawn(SHAPE, 1, rank) for rank in range(2)]
-    for rank, (reduced, gathered, scattered, own, exchanged, x) in enumerate(run_workers(2, plain, dim)):
+    for rank, (reduced, most, gathered, scattered, own, exchanged, x) in enumerate(run_workers(2, plain, dim)):
         close(reduced, xs[0] + xs[1])
+        close(most, torch.maximum(*xs))
         close(gathered, torch.cat(xs, dim))
         close(scattered, (xs[0] + xs[1]).chunk(2, dim)[rank])
         close(own, xs[rank].chunk(2, dim)[rank])
@@ -271,6 +274,17 @@ def test_rows_arrive_by_bin_and_by_sender_come_back_and_are_each_others_gradient
             assert torch.equal(back, labels(counts, rank)), name
         sums = [sum(result[name][place] for result in results) for place in (3, 4)]
         assert all(abs(one - other) < 1e-4 for one, other in pairwise(sums)), name
+
+
+def shifted() -> list[int]:
+    """What this rank gets of the ranks' numbers, shifted forward and back."""
+    own = torch.tensor([dist.get_rank()])
+    return [int(shift(own, dist.group.WORLD, by).wait()) for by in (1, -1)]
+
+
+def test_a_shift_brings_the_tensor_of_the_rank_before() -> None:
+    """In a ring of two ranks, both directions are one."""
+    assert run_workers(3, shifted) == [[2, 1], [0, 2], [1, 0]]
 
 
 def heard() -> list[str]:

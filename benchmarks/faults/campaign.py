@@ -35,16 +35,18 @@ from typing import Any
 
 from mutants import Mutant, mutants_of
 from records import (
+    KILLED,
     KILLERS,
     SEED,
     SESSION,
+    SURVIVES,
     TREE,
     caught,
     equivalents,
     read_results,
     recorded,
     sample,
-    survivors,
+    verdicts,
 )
 from run import map_of
 from selection import Coverage, Kills
@@ -347,14 +349,12 @@ def again(options: argparse.Namespace) -> None:
     current, stale = recorded()
     chosen = sample(current, options.sample) if options.sample is not None else current
     chosen = [(mutant, entry) for mutant, entry in chosen if all(word in mutant.name for word in options.only)]
-    surviving, missing = survivors(chosen, options.python, options.jobs, options.pytest)
-    for name, why in sorted(surviving.items()):
-        print(f"survives: {name}: {why}")
-    for name in sorted(missing):
-        print(f"its recorded test does not exist: {name}")
-    print(f"{len(chosen)} mutants: {len(surviving)} survive, of {len(missing)} the recorded test does not exist")
-    print(f"{len(stale)} recorded mutants do not exist")
-    sys.exit(1 if surviving else 0)
+    found = verdicts(chosen, options.python, options.jobs, options.pytest)
+    for name, said in sorted(found.items()):
+        if said != KILLED:
+            print(f"{said}: {name}")
+    print(f"{len(chosen)} mutants: {dict(Counter(found.values()))}; {len(stale)} recorded mutants do not exist")
+    sys.exit(1 if SURVIVES in found.values() else 0)
 
 
 # The command line.

@@ -11,15 +11,13 @@ from typing import Any
 
 import yaml
 from mutants import Mutant, mutants_of
+from sessions import NOT_FOUND, PASSED, run_recorded
 from slots import Slot
 from workspace import HERE, Outcome, whole_lines
 
 TREE = HERE.parent.parent
 KILLERS, EQUIVALENT = HERE / "killers.jsonl", HERE / "equivalent.yaml"
 SEED = 38
-NOT_FOUND = 4
-"""pytest's exit status if a named test does not exist."""
-
 SESSION = "the session"
 """What kills a mutant with which pytest ends before any test does."""
 
@@ -30,7 +28,7 @@ def caught(outcome: Outcome) -> tuple[str, str | None]:
         return "failure", outcome.failed[0]
     if outcome.status is None:
         return "time-out", next(iter(outcome.unfinished), SESSION)
-    if outcome.status in (0, 5):
+    if outcome.status in PASSED:
         return "", None
     return ("exit", outcome.unfinished[0]) if outcome.unfinished else ("error", SESSION)
 
@@ -83,30 +81,40 @@ def sample(entries: list[Entry], number: int) -> list[Entry]:
     return [(mutant, entry) for _, mutant, entry in ranked[:number]]
 
 
-def survivors(
-    entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 30.0
-) -> tuple[dict[str, str], set[str]]:
-    """(mutants that their recorded tests do not kill, with what happened; those whose recorded test does not exist)."""
+KILLED, BY_WIDE, SURVIVES, MISSING = "killed", "killed by a wide test", "survives", "its recorded test is missing"
+"""What the recorded test of a mutant says of it today."""
+
+
+def verdict(slot: Slot, entry: Entry, arguments: Sequence[str] = (), patience: float = 30.0) -> str:
+    """Plant a mutant in a slot, and run its recorded test."""
+    mutant, record = entry
+    source = (TREE / mutant.file).read_bytes()
+    slot.put(mutant.file, mutant.applied(source))
+    try:
+        outcome, is_wide = run_recorded(slot, [record["by"]], arguments, patience)
+    finally:
+        slot.put(mutant.file, source)
+    if outcome.status == NOT_FOUND:
+        return MISSING
+    if caught(outcome)[1] is None:
+        return SURVIVES
+    return BY_WIDE if is_wide else KILLED
+
+
+def verdicts(entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = ()) -> dict[str, str]:
+    """The verdict on each mutant, by its name, with so many slots at a time."""
     waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
     for chosen in sorted(entries, key=lambda one: one[1]["how"] == "time-out"):
         waiting.put(chosen)
-    surviving, missing = dict[str, str](), set[str]()
+    found = dict[str, str]()
 
     def drive(folder: Path) -> None:
         slot = Slot(TREE, folder, python)
         try:
             while True:
-                mutant, entry = waiting.get_nowait()
-                source = (TREE / mutant.file).read_bytes()
-                slot.put(mutant.file, mutant.applied(source))
-                outcome = slot.pytest("-x", "-q", *arguments, entry["by"], patience=patience)
-                slot.put(mutant.file, source)
-                if outcome.status == NOT_FOUND:
-                    missing.add(mutant.name)
-                elif caught(outcome)[1] is None:
-                    surviving[mutant.name] = f"'{entry['by']}' passes"
-                known = "survives" if mutant.name in surviving else "missing" if mutant.name in missing else "killed"
-                print(f"{known:9} {mutant.name}", flush=True)
+                entry = waiting.get_nowait()
+                found[entry[0].name] = verdict(slot, entry, arguments)
+                print(f"{found[entry[0].name]:28} {entry[0].name}", flush=True)
         except queue.Empty:
             return
         finally:
@@ -121,4 +129,4 @@ def survivors(
             thread.join()
     if not waiting.empty():
         raise RuntimeError("a slot ended before its mutants did")
-    return surviving, missing
+    return found

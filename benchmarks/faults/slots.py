@@ -23,8 +23,9 @@ from typing import Any
 
 from workspace import HERE, MARK, Outcome, left_out, outcome_of
 
-IGNORED = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""The warm process has imported pytest's plugins already."""
+REWRITE, FORK = "ignore::pytest.PytestAssertRewriteWarning", "ignore:.*fork.*:DeprecationWarning"
+IGNORED = ("-W", REWRITE, "-W", FORK)
+"""The warm process has imported pytest's plugins already; Python 3.12 warns of forks beside threads."""
 FIRST = 60.0
 """Seconds until a session must have begun its first test, beside the patience for a test."""
 

@@ -51,13 +51,13 @@ class OpenGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all commands."""
-        return [*self.summaries(), *self.added(Registry())]
+        return [*self.summaries(), *self.added(Registry.of_process())]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import one command."""
         if (command := self.own(name)) is not None:
             return command
-        entry = self.added(Registry()).get(name)
+        entry = self.added(Registry.of_process()).get(name)
         if entry is None:
             return None
         module, _, attribute = entry.target.partition(":")
@@ -95,7 +95,9 @@ class OpenGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing one."""
-        added = {name: f"{_summary_of(entry)} ({entry.origin})" for name, entry in self.added(Registry()).items()}
+        added = {
+            name: f"{_summary_of(entry)} ({entry.origin})" for name, entry in self.added(Registry.of_process()).items()
+        }
         with formatter.section("Commands"):
             formatter.write_dl([*self.summaries().items(), *added.items()])
 

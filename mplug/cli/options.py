@@ -33,7 +33,7 @@ class PluginName(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The installed names that begin with `incomplete`."""
-        registry = Registry()  # each one reads all distributions
+        registry = Registry.of_process()
         entries = {entry.name: entry.summary for entry in registry.entries(self.kind)}
         names = [name for name in registry.names(self.kind) if name.startswith(incomplete)]
         return [CompletionItem(name, help=entries.get(name)) for name in names]
@@ -151,7 +151,7 @@ def added_flags(reserved: Container[str] = ()) -> dict[str, Entry]:
     Flags in `reserved`, and flags that two distributions claim, are left out, so that they do not disturb other runs.
     """
     claims: dict[str, list[Entry]] = {}
-    for entry in Registry().flags():
+    for entry in Registry.of_process().flags():
         claims.setdefault(entry.name, []).append(entry)
     unique = {name.replace("-", "_"): entries[0] for name, entries in claims.items() if len(entries) == 1}
     return {name: entry for name, entry in unique.items() if name not in reserved}
@@ -236,7 +236,7 @@ def overrides(
     settings: Settings = read_file(given.file) if given.file else {}
     if recipe is not None:
         found = needed("recipe_settings", "--recipe", "mplug-settings")
-        settings = found.under(settings, Registry(), recipe)
+        settings = found.under(settings, Registry.of_process(), recipe)
     fields = {name: entry.target for name, entry in added_flags().items()}
     fields |= {name: flag.field for name, flag in FLAGS.items()}
     settings = merge(settings, _of_data(data))
@@ -268,7 +268,7 @@ def _of_data(words: tuple[str, ...]) -> "Settings":
     """
     from mplug.config.sources import from_mapping, with_home
 
-    entries = Registry().entries("data")
+    entries = Registry.of_process().entries("data")
     installed = {name for entry in entries for name in (entry.name, f"{entry.distribution}/{entry.name}")}
     has_name = any(word in installed for word in words)
     paths = [word for word in words if word not in installed and (has_name or _looks_like_path(word))]
@@ -308,4 +308,4 @@ def resolved(options: dict[str, Any]) -> "RunConfig":
     from mplug.config.defaults import default_settings
     from mplug.registry.resolve import resolve
 
-    return resolve(Registry(), default_settings(), overrides(**options))
+    return resolve(Registry.of_process(), default_settings(), overrides(**options))

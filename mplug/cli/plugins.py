@@ -25,14 +25,16 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--kind", type=click.Choice((*KINDS, *Registry().lists())), help="List only plugins of this kind.")
+@click.option(
+    "--kind", type=click.Choice((*KINDS, *Registry.of_process().lists())), help="List only plugins of this kind."
+)
 def list_(kind: str | None) -> None:
     """List installed plugins. The command reads metadata only, and imports no plugin.
 
     The kinds after 'commands' are open lists, whose entries are functions and no plugins: '--kind schedules' lists the
     pipeline schedules that are installed.
     """
-    registry = Registry()
+    registry = Registry.of_process()
     entries = registry.entries(kind)
     if not entries:
         click.echo("no plugin is installed")

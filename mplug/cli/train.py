@@ -195,7 +195,7 @@ def _suggestions(run: "Run") -> list[str]:
     found = [str(one.plugin.suggestion) for one in run.config.chosen if hasattr(one.plugin, "suggestion")]
     if found and run.directory is not None:
         return [text.format(name=run.directory.name) for text in found if text]
-    for entry in Registry().table(SUGGESTIONS):
+    for entry in Registry.of_process().table(SUGGESTIONS):
         module, _, attribute = entry.target.partition(":")
         try:
             with asking(f"the suggestion '{entry.name}' ({entry.origin})", entry.target):

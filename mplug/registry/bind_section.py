@@ -59,7 +59,7 @@ def _with_families(
     for field, kind in contained_fields(model).items():
         value = values.get(field)
         if isinstance(value, Mapping):
-            contained, found = _bind_contained(kind, field, value, registry or Registry())
+            contained, found = _bind_contained(kind, field, value, registry or Registry.of_process())
             bound[field] = UNBOUND if contained is None else contained
             problems += [replace(problem, path=(field, *problem.path)) for problem in found]
         elif value is not None and not isinstance(value, Contained):

@@ -19,6 +19,7 @@ from mplug.registry.installed import (
     State,
     described,
     described_on_path,
+    folders_of_path,
     state_of_path,
 )
 from mplug.registry.made_plugin import MadePlugin
@@ -119,10 +120,18 @@ class Misplaced:
 
 
 class Registry:
-    """The plugins installed for this interpreter."""
+    """The plugins installed for this interpreter, as they are when the registry is first asked."""
 
     def __init__(self, installed: Iterable[Installed] | None = None) -> None:
         self._installed = installed
+
+    @staticmethod
+    def of_process() -> "Registry":
+        """The registry that all parts of a run share: one as long as `sys.path` names the same folders.
+
+        What is installed into one of them later is for later processes; a new `Registry()` sees it.
+        """
+        return registry_along(*folders_of_path())
 
     @cached_property
     def _scan(self) -> "Scan":
@@ -253,6 +262,12 @@ def _numbers(version: str) -> list[int]:
     while numbers and not numbers[-1]:
         numbers.pop()
     return numbers
+
+
+@lru_cache(maxsize=1)
+def registry_along(*folders: str) -> Registry:  # the folders are the key
+    """The registry of a process whose `sys.path` has these folders; `registry_along.cache_clear()` forgets it."""
+    return Registry()
 
 
 Scan = tuple[list[Entry], list[Shadowed], list[Misplaced]]

@@ -90,13 +90,17 @@ State = tuple[int, int]
 
 def state_of_path() -> tuple[tuple[str, State], ...]:
     """The folders of `sys.path` with their states: an installation changes one of them."""
-    folders = (_normal(folder) if folder.startswith(os.sep) else os.path.abspath(folder) for folder in sys.path)
-    return tuple((folder, _state_of(folder)) for folder in folders)
+    return tuple((folder, _state_of(folder)) for folder in folders_of_path())
+
+
+def folders_of_path() -> tuple[str, ...]:
+    """The absolute paths that `sys.path` names."""
+    return tuple(_normal(folder) if folder.startswith(os.sep) else os.path.abspath(folder) for folder in sys.path)
 
 
 @lru_cache(maxsize=1024)
 def _normal(folder: str) -> str:
-    """An absolute path without '..': a run asks for the state dozens of times while it starts."""
+    """An absolute path without '..': the same hundred paths are asked for again and again."""
     return os.path.abspath(folder)
 
 

@@ -28,7 +28,7 @@ def precision_among(plugins: dict[str, object]) -> Precision:
 
 def precision_named(word: str) -> Precision:
     """The precision that a user's word names, with its default options. UsageError if there is none."""
-    registry = Registry()
+    registry = Registry.of_process()
     entry = registry.find(KIND, word)
     plugin = registry.load(entry)
     with asking(entry.label, "__init__"):

@@ -13,7 +13,7 @@ def provided(group: str, registry: Registry | None = None) -> Any | None:
     UsageError if several do.
     """
     assert group in PROVIDED, group
-    entries = (registry or Registry()).table(group)
+    entries = (registry or Registry.of_process()).table(group)
     if len(entries) > 1:
         owners = listed(entry.origin for entry in entries)
         raise UsageError(f"{owners} all bring what a run needs once ('mplug.{group}'); uninstall all but one of them")

@@ -123,7 +123,7 @@ class Run:
         """
         backend = self.config.trainer.compile
         if backend == "auto":
-            compiles = self.device.startswith("cuda") and triton_builds() and Registry().table("compilers")
+            compiles = self.device.startswith("cuda") and triton_builds() and Registry.of_process().table("compilers")
             return "inductor" if compiles else None
         return None if backend == "never" else backend
 

@@ -58,7 +58,7 @@ def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Ru
     If a launcher has started more processes than the layout names, the strategy of `parallel.data` takes the remaining
     ranks. Raises UsageError if the number of processes does not fit the layout.
     """
-    config = resolve(Registry(), base, overrides)
+    config = resolve(Registry.of_process(), base, overrides)
     run = prepare(config)
     parallel, size = config.parallel, run.mesh.world_size
     if world is None or world.size == size:
@@ -71,7 +71,7 @@ def settle(base: Settings, overrides: Settings, world: World | None) -> tuple[Ru
         )
     filled = prepare(config, world_size=world.size).config.parallel.layout
     overrides = merge(overrides, read_assignments([f"parallel.layout={filled}"], f"the {world.size} processes"))
-    return prepare(resolve(Registry(), base, overrides)), overrides
+    return prepare(resolve(Registry.of_process(), base, overrides)), overrides
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def work(job: Job, send: Send | None = None) -> Outcome:
     It calls `send` with the number of every step; a plugin that supervises the run may send messages.
     """
     world = launched()
-    config, rank = resolve(Registry(), job.base, job.settings(world)), world.rank if world else 0
+    config, rank = resolve(Registry.of_process(), job.base, job.settings(world)), world.rank if world else 0
     run = prepare(config, _observers(config, rank, send))
     run.kept = job.kept
     from mplug.model.build import choose_device  # imports torch, so only after the config is valid

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest import mock
 
 import torch
 from config_cases import Case
@@ -30,13 +29,11 @@ from torch import Tensor
 from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
-from mplug.registry import precisions
 from mplug.registry.entry_points import BrokenPlugin
 from mplug.run.prepare import prepare
 from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
 from mplug_pretrained.public_load import fill_from, weights_of
-from mplug_testing.harness import installed_plugins
 
 TOLERANCE = 1e-10
 """Maximum difference of fp64 values, absolute, or relative to the largest value of a tensor above 1."""
@@ -117,10 +114,8 @@ def settings_of(folder: Path, kind: str) -> Any:
 
 def read(folder: Path, config: Any) -> Model:
     """The model of a folder, with its weights, in fp64."""
-    scanned = installed_plugins()  # once for all cases
-    with mock.patch.object(precisions, "Registry", return_value=scanned):
-        run = prepare(config)
-        model = build_model(run)
+    run = prepare(config)
+    model = build_model(run)
     allocate_parts(run, model)
     fill_from(open_folder(folder), run, model, weights_of(model))
     model.module.eval()

@@ -35,7 +35,7 @@ def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
     Plain torch is tried in this process, kernel plugins are not, because they may fail to import.
     """
     chosen = unmet.plugin.partition("/")[2]
-    candidates = [name for name in Registry().names("kernels") if name != chosen]
+    candidates = [name for name in Registry.of_process().names("kernels") if name != chosen]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # each process imports torch
         results = list(pool.map(lambda name: _can_serve(config, unmet.kind, name), candidates))
     able = [name for name, can_serve in zip(candidates, results, strict=True) if can_serve]
@@ -71,6 +71,8 @@ def _can_serve(config: RunConfig, kind: str, name: str) -> bool | None:
 def can_be_built(settings: Mapping[str, Any]) -> bool:
     """Whether the kernels of a whole config can serve its model."""
     try:
-        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
+        return not unmet_reasons(
+            prepare(resolve(Registry.of_process(), from_mapping(settings, "the run's config"), {}))
+        )
     except UsageError:
         return False

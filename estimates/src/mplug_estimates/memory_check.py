@@ -161,7 +161,7 @@ def _details(run: "Run", model: "Model", need: Need) -> str:
 
 def _memory_plugins() -> str:
     """How to name an installed plugin that keeps fewer activations."""
-    names = Registry().names("memory")
+    names = Registry.of_process().names("memory")
     return f"a plugin of the kind 'memory', here {listed(names)}: docs/memory.md" if names else "docs/memory.md"
 
 

@@ -161,7 +161,7 @@ def _under(run: Run, layout: str) -> Run:
     """The same run under another layout. Its extensions and observers are the objects that the run has now."""
     base = from_mapping(run.config.resolved(), "the config of the run")
     settings = read_assignments([f"parallel.layout={layout}"], f"{COMMAND} --parallel {layout}")
-    config = resolve(Registry(), base, settings)
+    config = resolve(Registry.of_process(), base, settings)
     new, size = prepare(config), run.mesh.world_size
     if new.mesh.world_size != size:
         if size % new.mesh.world_size or new.config.parallel.rest is None:

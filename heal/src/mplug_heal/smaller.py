@@ -57,7 +57,7 @@ def rehearsed(job: Job, *_: object) -> None:
     from mplug.model.build import build_model  # imports torch
     from mplug.training import loop  # noqa: F401 (what the work imports later)
 
-    build_model(prepare(resolve(Registry(), job.base, job.overrides)))
+    build_model(prepare(resolve(Registry.of_process(), job.base, job.overrides)))
 
 
 def smaller_layouts(run: Run, base: Settings, overrides: Settings) -> dict[int, Settings]:
@@ -89,12 +89,12 @@ def _smaller(run: Run, base: Settings, overrides: Settings, word: str) -> tuple[
 
     layout = f"parallel.layout={word or EMPTY}"
     free = read_assignments([layout, "trainer.micro_batch_size=null"], SOURCE)
-    other = prepare(resolve(Registry(), base, merge(overrides, free)))
+    other = prepare(resolve(Registry.of_process(), base, merge(overrides, free)))
     if other.mesh.world_size >= run.mesh.world_size or _of_model(other) != _of_model(run):
         raise UsageError(f"layout '{word}' divides the model in another way")
     size = _micro_batch_size(run, other)
     settings = read_assignments([layout, f"trainer.micro_batch_size={size}"], SOURCE)
-    other = prepare(resolve(Registry(), base, merge(overrides, settings)))
+    other = prepare(resolve(Registry.of_process(), base, merge(overrides, settings)))
     model = build_model(other)
     if size != run.micro_batch_size and mixes_samples(model):
         raise UsageError("a module mixes the samples of a micro batch, and the micro batches would differ")

@@ -40,7 +40,7 @@ def _choices(parameter: click.Parameter | None) -> list[str]:
     """The values that a parameter may have, if they are words or names of installed plugins."""
     kind = parameter.type if parameter else None
     if isinstance(kind, PluginName):
-        return list(Registry().names(kind.kind))
+        return list(Registry.of_process().names(kind.kind))
     return [str(choice) for choice in kind.choices] if isinstance(kind, click.Choice) else []
 
 

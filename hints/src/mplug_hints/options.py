@@ -31,7 +31,7 @@ def option_hint(error: click.NoSuchOption, words: Sequence[str]) -> str:
     short = {
         one.field: name for name, one in options.items() if name.startswith("--") and isinstance(one, SettingOption)
     }
-    hints = Hints(options, _fields(), short, _near_misses(), tuple(Registry().names("parallel")))
+    hints = Hints(options, _fields(), short, _near_misses(), tuple(Registry.of_process().names("parallel")))
     unknown = _unknown(words, options) or {error.option_name: None}
     lines = [hints.line(name, value) for name, value in unknown.items()]
     if len(lines) == 1 and hints.is_last_resort(name := next(iter(unknown))):
@@ -142,7 +142,7 @@ def _fields() -> list[tuple[str, ...]]:
 
     default = default_settings()
     try:
-        return [*from_mapping(resolve(Registry(), default, {}).resolved(), "") | default]
+        return [*from_mapping(resolve(Registry.of_process(), default, {}).resolved(), "") | default]
     except UsageError:
         return [*default]
 

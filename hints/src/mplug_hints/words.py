@@ -26,7 +26,7 @@ def word_hint(word: str) -> str:
     if (Path("runs") / word / "config.yaml").is_file():
         return f"'{brief(word)}' is no option; to name the run '{word}', use --name {word}"
     for kind, option in (("models", "--model"), ("data", "--data"), ("optimizers", "--optimizer")):
-        if word in Registry().names(kind):
+        if word in Registry.of_process().names(kind):
             return f"'{word}' is no option; to choose the plugin '{word}', use {option} {word}"
     if word.lower().endswith(".json"):
         return f"'{brief(word)}' is no config file, which is YAML (FILE.yaml)"

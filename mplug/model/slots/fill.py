@@ -61,7 +61,7 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
 
 def known_slots(model: Model) -> dict[str, Slot]:
     """The slots that a plugin may name: those of the model, and those that installed distributions publish."""
-    published = {entry.name: Slot(entry.name, entry.target) for entry in Registry().table(SLOTS)}
+    published = {entry.name: Slot(entry.name, entry.target) for entry in Registry.of_process().table(SLOTS)}
     return {**published, **model.declared}
 
 

@@ -22,7 +22,7 @@ def family_field(under: str, default: str) -> FamilyField:
 
 def read_family(given: Mapping[str, Any]) -> FoundFamily:
     """The family that claims the `model_type` of a config.json, and what it reads. Raises ValueError."""
-    registry, kind = Registry(), given["model_type"]
+    registry, kind = Registry.of_process(), given["model_type"]
     claims = [one for one in registry.table(ARCHITECTURES) if one.name == kind]
     if len(claims) != 1:
         readable = listed(sorted({one.name for one in registry.table(ARCHITECTURES)}))

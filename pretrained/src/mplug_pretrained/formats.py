@@ -44,7 +44,7 @@ def load_format(registry: Registry, entry: Entry) -> Found:
 
 def format_named(word: str) -> Found:
     """The format of a name. UsageError if none is installed."""
-    registry = Registry()
+    registry = Registry.of_process()
     return load_format(registry, registry.find(KIND, word))
 
 
@@ -56,7 +56,7 @@ def format_of(folder: Path, registry: Registry | None = None) -> Found | None:
     """
     if not folder.is_dir() or (folder / "checkpoint.json").exists():
         return None
-    registry = registry or Registry()
+    registry = registry or Registry.of_process()
     claims = [one for one in registry.table(FORMAT_FILES) if (folder / one.name).is_file()]
     entries = dict.fromkeys(registry.find(KIND, f"{one.distribution}/{one.target}") for one in claims)
     found = [one for one in (load_format(registry, entry) for entry in entries) if one.ask("recognises", folder)]

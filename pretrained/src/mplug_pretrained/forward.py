@@ -100,7 +100,9 @@ def folder_length(folder: Path, base: Settings, overrides: Settings, most: int, 
     """
     if ("trainer", "seq_length") in overrides:
         return overrides
-    config = resolve(Registry(), base, merge(read_assignments(["trainer.seq_length=1"], "the command"), overrides))
+    config = resolve(
+        Registry.of_process(), base, merge(read_assignments(["trainer.seq_length=1"], "the command"), overrides)
+    )
     degrees = prod(config.parallel.degrees.values())
     length = min(most, longest_sequence(config, folder) or unknown or most)
     own = read_assignments([f"trainer.seq_length={max(length // degrees, 1) * degrees}"], "the command")
@@ -115,7 +117,7 @@ def settle_forward(
     `batch_size` is the number of samples of a micro batch; None: that of the run. The global batch size becomes one
     that every number of data-parallel ranks divides.
     """
-    config = resolve(Registry(), base, overrides)
+    config = resolve(Registry.of_process(), base, overrides)
     trainer, ranks = config.trainer, prod(config.parallel.degrees.values()) * (world.size if world else 1)
     size = batch_size or trainer.micro_batch_size or trainer.global_batch_size
     own = [

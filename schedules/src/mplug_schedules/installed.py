@@ -22,7 +22,7 @@ GROUP = SCHEDULES.group.removeprefix("mplug.")
 
 def find_schedule(word: str) -> Entry:
     """The entry point of the schedule that a user named, 'NAME' or 'DISTRIBUTION/NAME'; UsageError if there is none."""
-    registry = Registry()
+    registry = Registry.of_process()
     names = registry.names(GROUP)
     if word.rpartition("/")[2] not in [name.rpartition("/")[2] for name in names]:
         raise UsageError(

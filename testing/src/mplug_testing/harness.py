@@ -10,7 +10,7 @@ orders of magnitude: two correct runs differ by about 1e-15, and the bound is `E
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from mplug.config.sources import Settings, from_mapping, merge, read_file
 from mplug.errors import UsageError
 from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
-from mplug.registry.installed import state_of_path
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -104,13 +103,8 @@ def tiny_settings() -> Settings:
 
 
 def installed_plugins() -> Registry:
-    """The plugins installed for this process. The folders of `sys.path` are read again only if one of them changes."""
-    return _scanned(state_of_path())
-
-
-@lru_cache(maxsize=1)
-def _scanned(_: object) -> Registry:
-    registry = Registry()
+    """The plugins installed for this process, whose folders are read once."""
+    registry = Registry.of_process()
     registry.entries()  # reads the folders now
     return registry
 

@@ -69,7 +69,7 @@ def describe_tokenizer(name: str, options: Mapping[str, Any], source: str = "--t
 
     Raises UsageError for an unknown plugin or option, a missing file, or a file that the plugin cannot read.
     """
-    entry = Registry().find(KIND, name)
+    entry = Registry.of_process().find(KIND, name)
     plugin = _load(entry)
     config = _bind(entry, plugin, options, source)
     tokenizer = plugin(config).build_tokenizer()
@@ -92,7 +92,7 @@ def load_tokenizer(record: TokenizerRecord | Mapping[str, Any]) -> CorpusTokeniz
     record = record if isinstance(record, TokenizerRecord) else _from_mapping(record, "the given mapping", Path())
     label = f"'{record.name}' of {record.distribution} {record.version}"
     try:
-        entry = Registry().find(KIND, record.name)
+        entry = Registry.of_process().find(KIND, record.name)
     except UsageError as error:
         raise UsageError(f"the data was made with tokenizer {label}: {error}") from None
     plugin = _load(entry)
@@ -216,7 +216,7 @@ def _first_problem(error: ValidationError | RecursionError) -> str:
 
 
 def _load(entry: Entry) -> Any:
-    plugin = Registry().load(entry)
+    plugin = Registry.of_process().load(entry)
     if not hasattr(plugin, HOOK):
         raise UsageError(f"{entry.label} ({entry.origin}) does not implement the hook '{HOOK}'")
     return plugin

@@ -28,11 +28,7 @@ from torch import Tensor
 from mplug.training.interrupt import STOPPING
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
-
-
 Logical = Callable[[Path], dict[str, Tensor]]
-
-
 STOPS: dict[str, tuple[Callable[[Command], None], signal.Signals]] = {
     "sigterm": (lambda command: command.process.terminate(), signal.SIGTERM),
     "ctrl-c": (lambda command: os.killpg(command.process.pid, signal.SIGINT), signal.SIGINT),

@@ -74,11 +74,7 @@ def test_several_processes_give_the_losses_of_one_and_write_one_record(layout: s
 
 
 TORCHRUN_ON_ONE = (*TORCHRUN, "--standalone", *MPLUG)
-
-
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MPLUG)
-
-
 STARTED = [
     *(
         pytest.param(TORCHRUN_ON_ONE, *layouts, marks=pytest.mark.wide("layouts"))

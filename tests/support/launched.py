@@ -29,21 +29,11 @@ SHAPE = {
     "checkpoint.keep": 2,
     "data.path": "text.txt",
 }
-
-
 MPLUG = ("-m", "mplug")
-
-
 TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(26))
-
-
 BEGUN: list["Command"] = []
-
-
 PATIENCE = 900.0
 """Seconds until what waits is taken to wait for ever; a busy machine needs many more than a quiet one."""
-
-
 Ended = subprocess.CompletedProcess[str]
 
 
@@ -140,8 +130,6 @@ def free_port() -> str:
 
 
 Whole = Callable[[str], Path]
-
-
 Same = Callable[[Path, Path], None]
 
 

@@ -1,0 +1,17 @@
+"""The runs and events of the tests of `mplug bench`."""
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+GEMM, FLASH, NCCL, COPY = "nvjet_one", "flash_fwd", "ncclDevKernel_AllReduce", "Memcpy DtoD"
+
+
+# What a model asks of the machine.
+
+SMALL = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 2, "trainer.seq_length": 32}
+
+
+def small(**changes: Any) -> list[str]:
+    return [f"{name}={value}" for name, value in {**SMALL, **changes}.items()]

@@ -11,16 +11,7 @@ from random_values import drawn, filled
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug_nn import (
-    MLP,
-    NORMAL_TAIL,
-    NORMAL_TAIL_END,
-    NORMAL_TAIL_SLOPE,
-    Gemm,
-    Linear,
-    Loss,
-    Norm,
-)
+from mplug_nn import MLP, NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE, Gemm, Linear, Loss, Norm
 from mplug_nn import loss as loss_module
 
 

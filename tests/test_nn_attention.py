@@ -6,10 +6,7 @@ from block_sizes import KEYS, POSITIONS, B, D, S, assert_agree
 from random_values import drawn, filled
 from torch import Tensor
 
-from mplug_nn import (
-    Attention,
-    DotProductAttention,
-)
+from mplug_nn import Attention, DotProductAttention
 from mplug_nn.attention import rotate
 
 

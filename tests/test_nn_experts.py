@@ -13,16 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mplug_nn import (
-    Experts,
-    Gating,
-    GroupedProduct,
-    MixtureOfExperts,
-    Operand,
-    Router,
-    Weights,
-    grouped_linear,
-)
+from mplug_nn import Experts, Gating, GroupedProduct, MixtureOfExperts, Operand, Router, Weights, grouped_linear
 from mplug_nn.experts import beyond_capacity, combine, dispatch
 
 # Dispatch and combine.

@@ -11,9 +11,7 @@ from random_values import drawn
 from torch import Tensor
 
 from mplug.tensors.random import key_of, mix, normal, sample_keys, uniform
-from mplug_nn import (
-    Dropout,
-)
+from mplug_nn import Dropout
 
 # Keyed random numbers.
 

@@ -7,11 +7,7 @@ from routing import CHOICES, KEYS, POSITIONS, B, D, E, K, S
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug_nn import (
-    Gating,
-    Jitter,
-    Router,
-)
+from mplug_nn import Gating, Jitter, Router
 from mplug_nn.router import Balance
 
 # The router's choice.

@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from picture_talks import (
-    COLOURS,
-)
+from picture_talks import COLOURS
 
 from mplug import MicroBatch
 

@@ -2,9 +2,7 @@
 
 import torch
 
-from mplug_nn import (
-    Gating,
-)
+from mplug_nn import Gating
 
 B, S, D, F_, E, K = 2, 5, 8, 12, 6, 2
 POSITIONS, KEYS = torch.arange(S)[None], torch.tensor([3, 4])

@@ -9,11 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mplug import (
-    Record,
-    Run,
-    hookimpl,
-)
+from mplug import Record, Run, hookimpl
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
 from mplug.registry.entry_points import Registry

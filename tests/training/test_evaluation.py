@@ -8,11 +8,7 @@ import pytest
 import torch
 from tiny_runs import NOISY, assert_same_run, figures, metrics, prepared, trained
 
-from mplug import (
-    RankBatch,
-    Stepper,
-    hookimpl,
-)
+from mplug import RankBatch, Stepper, hookimpl
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
 from mplug.registry.entry_points import Registry

@@ -11,16 +11,7 @@ import torch
 from tiny_runs import Stop, assert_bitwise, checkpoints, metrics, prepared, saved, trained
 from torch import Tensor
 
-from mplug import (
-    Optimizer,
-    Piece,
-    Run,
-    RunError,
-    StepResult,
-    StepScalars,
-    UsageError,
-    hookimpl,
-)
+from mplug import Optimizer, Piece, Run, RunError, StepResult, StepScalars, UsageError, hookimpl
 from mplug.errors import Diverged
 from mplug.model.build import build_model
 from mplug.registry.hooks import Hooks

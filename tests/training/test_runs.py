@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import NOISY, Stop, assert_same_run, checkpoints, metrics, prepared, trained
 
-from mplug import (
-    UsageError,
-    hookimpl,
-)
+from mplug import UsageError, hookimpl
 from mplug.config.defaults import saved_settings
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import Hooks

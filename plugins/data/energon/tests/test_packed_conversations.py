@@ -12,20 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_energon.packing import Size, pack
 from pair_runs import checkpoint_of, errors, failures, follow, worst
-from picture_talks import (
-    IM_END,
-    PACKED,
-    START,
-    TINY,
-    VISION,
-    asked,
-    drawn,
-    first,
-    loader,
-    pictured,
-    sample,
-    targets,
-)
+from picture_talks import IM_END, PACKED, START, TINY, VISION, asked, drawn, first, loader, pictured, sample, targets
 
 from mplug import MicroBatch, UsageError
 from mplug.training.assembly import build_loader

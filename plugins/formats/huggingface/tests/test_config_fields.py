@@ -15,8 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import SHARED_FIELDS
 from mplug_nn.decoders.public_fields import PARTIAL
-from mplug_nn.public_form import PublicForm, ReadField, UnusedField
+from mplug_nn.public_form import PublicForm
 from mplug_nn.public_form import form_of as choose
+from mplug_nn.public_rows import ReadField, UnusedField
 from mplug_nn.public_values import same_value
 
 TOLERANCE = 1e-10

@@ -17,7 +17,7 @@ from config_fields import described, distance, forms, plugin_of, tiny
 from mplug_huggingface_format import HuggingFace
 
 from mplug_nn import written_config
-from mplug_nn.public_form import ReadField
+from mplug_nn.public_rows import ReadField
 
 Cli = Callable[..., CompletedProcess[str]]
 TOLERANCE = 1e-10

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import written_config
-from mplug_nn.public_form import PublicForm, ReadField, UnusedField, form_of
+from mplug_nn.public_form import PublicForm, form_of
+from mplug_nn.public_rows import ReadField, UnusedField
 from mplug_nn.public_values import same_value
 
 TOLERANCE = 1e-10

@@ -14,7 +14,7 @@ from t5_models import TINY, config_of, distances
 from transformers import T5Config
 
 from mplug_nn import written_config
-from mplug_nn.public_form import ReadField, UnusedField
+from mplug_nn.public_rows import ReadField, UnusedField
 from mplug_nn.public_values import same_value
 
 

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from encoder_models import ARCHITECTURES, CONFIGS, config_of, distances, family_of, library_config
+from beside_library import library_config
+from encoder_models import ARCHITECTURES, CONFIGS, config_of, distances, family_of
 from pydantic import ValidationError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

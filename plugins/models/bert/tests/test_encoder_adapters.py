@@ -10,8 +10,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from encoder_models import CONFIGS, V, library_config, relative  # noqa: E402
-from library_models import wide  # noqa: E402
+from beside_library import library_config  # noqa: E402
+from encoder_models import CONFIGS, V  # noqa: E402
+from library_models import relative, wide  # noqa: E402
 from peft_models import loaded_here, require_adapters_return, run_of, write_adapters  # noqa: E402
 from published import logits, save  # noqa: E402
 

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed
 from mplug_gemma import Gemma
-from seeing_gemma import CONFIG, changed, config_of
+from seeing_gemma import CONFIG, config_of
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

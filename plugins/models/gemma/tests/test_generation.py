@@ -12,10 +12,11 @@ transformers = pytest.importorskip("transformers")
 images = pytest.importorskip("PIL.Image")
 processors = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
 
+from beside_library import seeing_library  # noqa: E402
 from library_models import wide  # noqa: E402
 from mplug_generate.command import command  # noqa: E402
 from published import save  # noqa: E402
-from seeing_gemma import CONFIG, END, IMAGE, START, TOWER, V, library_of  # noqa: E402
+from seeing_gemma import CONFIG, END, IMAGE, START, TOWER, V  # noqa: E402
 
 SIDE, TOKENS_OF_IMAGE = TOWER["image_size"], CONFIG["mm_tokens_per_image"]
 PREPARATION: dict[str, Any] = {
@@ -39,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("gemma3")
-    library = save(library_of(CONFIG), folder, num_shards=1)
+    library = save(seeing_library(CONFIG), folder, num_shards=1)
     special = {"<|image|>": IMAGE, "<|start|>": START, "<|end|>": END, "<|user|>": USER, "<|answer|>": ANSWER}
     words = {f"w{number}": number for number in range(V) if number not in special.values()}
     tokenizer = Tokenizer(models.WordLevel({**words, **special}, unk_token="w0"))

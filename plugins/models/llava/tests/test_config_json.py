@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed
 from llava_models import CONFIGS, TILED, config_of
 from mplug_llava import Llava
 from mplug_llava.published import SIZES
-from seeing_models import changed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import FamilyField, FormField, ReadField, UnusedField, written_config

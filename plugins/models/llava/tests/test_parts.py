@@ -17,11 +17,11 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from begun_runs import begun  # noqa: E402
+from beside_library import changed  # noqa: E402
 from exported_folders import ONE_STEP  # noqa: E402
 from llava_models import CONFIGS, IMAGE, config_of, library_in_fp64, library_of, micro_batch  # noqa: E402
 from mplug_llava.published_towers import CLIP_ALONE, SIGLIP_ALONE  # noqa: E402
 from published import edited, resolved, rewritten  # noqa: E402
-from seeing_models import changed  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
 from mplug.cli.train_start import beginning  # noqa: E402

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed
 from mplug_qwen_vl import QwenVL
-from seeing_models import CONFIGS, changed, config_of
+from seeing_models import CONFIGS, config_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import FormField, PublicForm, UnusedField, form_of, written_config

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 images = pytest.importorskip("PIL.Image")
 processors = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
+from beside_library import changed  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from mplug_generate.command import command  # noqa: E402
 from mplug_huggingface_format.model_config import settings_of  # noqa: E402
@@ -20,7 +21,7 @@ from mplug_qwen_vl import QwenVL  # noqa: E402
 from mplug_qwen_vl.processor import VisionProcessor  # noqa: E402
 from mplug_qwen_vl.vision import VisionConfig  # noqa: E402
 from published import rewritten, save  # noqa: E402
-from seeing_models import CONFIGS, END, IMAGE, START, VIDEO, V, changed, library_in_fp64  # noqa: E402
+from seeing_models import CONFIGS, END, IMAGE, START, VIDEO, V, library_in_fp64  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
 from mplug_nn.pictures import decode_picture  # noqa: E402

@@ -13,10 +13,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
+from folder_claims import assert_each_rank_reads_its_boxes  # noqa: E402
 from published import edited, loaded, save  # noqa: E402
 from t5_models import TINY, V, library_of, micro_batch, padded  # noqa: E402
-
-from mplug.gradients.region import region  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
 DATA: dict[str, Any] = {
@@ -77,13 +76,7 @@ def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: 
     with torch.no_grad():
         found = model.logits(micro_batch())
     assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
-    whole = model.parameters()
-    for rank in range(4):
-        _, part = loaded(folder, "tp2pp2", rank, **GIVEN)
-        for name, parameter in part.parameters().items():
-            for box in part.placements[name].boxes(rank):
-                cut = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))
-                assert torch.equal(region(parameter.data, box), whole[name].data[cut]), (rank, name)
+    assert_each_rank_reads_its_boxes(folder, model, GIVEN)
 
 
 @pytest.mark.wide("families", quick=["v1.1"])

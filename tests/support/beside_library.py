@@ -26,7 +26,9 @@ def library_config(given: Mapping[str, Any]) -> Any:
     """The library's config of a config.json."""
     import transformers
 
-    fields = {name: value for name, value in copy.deepcopy(dict(given)).items() if name != "model_type"}
+    fields = {
+        name: value for name, value in copy.deepcopy(dict(given)).items() if name not in ("model_type", "architectures")
+    }
     return transformers.AutoConfig.for_model(given["model_type"], **fields)
 
 

@@ -16,14 +16,17 @@ from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
 COMPILED = "trainer.compile=aot_eager"
-LAYOUTS = ("tp4", "cp4", "tp2cp2", "cp2pp2", "cp4 parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2")
-"""Layouts that the set `pairs` lacks: it has every strategy on two ranks beside mixers."""
+LAYOUTS = (
+    *("tp2", "tp4", "cp4", "tp2cp2", "cp2pp2", "cp4 parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2"),
+    *("cp2 parallel.cp.method=all_gather", "cp2 parallel.cp.method=ulysses"),
+)
+"""Those that the set `pairs` does not combine with mixers and packed samples."""
 
 
 @pytest.mark.wide("layouts")
 @pytest.mark.parametrize("settings", [HYBRID, SCANS], ids=["hybrid", "scans"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_four_ranks_train_as_one_process(layout: str, settings: dict[str, Any]) -> None:
+def test_a_layout_trains_as_one_process(layout: str, settings: dict[str, Any]) -> None:
     """The hybrid has fewer key heads than tp4 has ranks; intervals of cp4 are shorter than a convolution's reach."""
     require_parity(settings, layout)
 

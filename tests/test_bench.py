@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benches import COPY, FLASH, GEMM, NCCL, Cli, small
+from benches import COPY, FLASH, GEMM, NCCL, small
 from click.testing import CliRunner
+from command_line import Cli
 from mplug_bench import command
 from mplug_bench.ceilings import attentions, products
 from mplug_bench.measure import Measured, checked, facts_of

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from benches import GEMM, Cli, small
+from benches import GEMM, small
+from command_line import Cli
 from mplug_bench.measure import Opponent, Task, bench_settings, checked, facts_of
 from mplug_bench.profiling import RECORDED
 from mplug_bench.script import Script, task_of

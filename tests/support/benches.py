@@ -1,10 +1,7 @@
 """The runs and events of the tests of `mplug bench`."""
 
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 GEMM, FLASH, NCCL, COPY = "nvjet_one", "flash_fwd", "ncclDevKernel_AllReduce", "Memcpy DtoD"
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from published import VOCAB, require_fitting, rewritten
 
 from mplug.errors import UsageError
 
-Cli = Callable[..., CompletedProcess[str]]
 Change = Callable[[dict[str, Tensor]], object]
 Folder = Callable[[str], Path]
 TOKENS = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))

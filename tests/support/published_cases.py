@@ -1,7 +1,5 @@
 """Families of published models as cases of tests."""
 
-from collections.abc import Callable
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -9,8 +7,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from published import FAMILIES
-
-Cli = Callable[..., CompletedProcess[str]]
 
 
 def quick(*names: str) -> list[Any]:

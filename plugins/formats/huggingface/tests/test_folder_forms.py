@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from changed_folders import (
-    EMBEDDING,
-    HEAD,
-    O_PROJ,
-    TOKENS,
-    Change,
-    Cli,
-    Folder,
-    changed,
-    drop,
-    index,
-    of_library,
-    refusal,
-)
+from changed_folders import EMBEDDING, HEAD, O_PROJ, TOKENS, Change, Folder, changed, drop, index, of_library, refusal
 from mplug_huggingface_format.folder import WHOLE
 from published import VOCAB, Made, edited, loaded, logits, require_fitting, tensors
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from library_models import TABLES  # noqa: E402
 from mplug_huggingface_format.decoders import weight_decoder  # noqa: E402
 from mplug_huggingface_format.folder import open_public  # noqa: E402
 from published import FAMILIES, VOCAB, Made, Reads, at, loaded, logits, rewritten, run_of, save, tensors  # noqa: E402
-from published_cases import Cli, quick  # noqa: E402
+from published_cases import quick  # noqa: E402
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
 from published import Made  # noqa: E402
-from published_cases import Cli, quick  # noqa: E402
+from published_cases import quick  # noqa: E402
 
 # Generation.
 

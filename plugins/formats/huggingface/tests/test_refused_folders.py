@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
@@ -16,7 +17,6 @@ from changed_folders import (
     EMBEDDING,
     HEAD,
     LAYER,
-    Cli,
     Folder,
     changed,
     drop,

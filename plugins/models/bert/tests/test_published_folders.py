@@ -1,13 +1,12 @@
 """Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,7 +16,6 @@ from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
 from folder_claims import assert_each_rank_reads_its_boxes, exported_by_settings  # noqa: E402
 from published import loaded, logits, rewritten, save  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 DATA: dict[str, Any] = {
     "data.name": "masked",
     "data.of": {"name": "mock", "vocab_size": V - 2},

@@ -5,12 +5,11 @@ The tensors have their names in released folders, which the library reads, and k
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +30,6 @@ from seeing_gemma import CONFIG, config_of, micro_batch, sample  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 44}
 SETTINGS["model.vision.blank_line_token"] = 10
 ONE_STEP = {**SETTINGS, **STEP}

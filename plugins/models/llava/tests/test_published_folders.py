@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -30,7 +29,6 @@ from published import edited, rewritten, run_of, save, tensors  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {**SETTINGS, **STEP}
 ALL = {**CONFIGS, "tiled": TILED}

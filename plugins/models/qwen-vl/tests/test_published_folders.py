@@ -1,13 +1,12 @@
 """Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +28,6 @@ from seeing_models import CONFIGS, config_of, micro_batch, sample  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {**SETTINGS, **STEP}
 

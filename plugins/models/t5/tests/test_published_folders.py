@@ -2,13 +2,12 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,7 +16,6 @@ from folder_claims import assert_each_rank_reads_its_boxes  # noqa: E402
 from published import edited, loaded, save  # noqa: E402
 from t5_models import TINY, V, library_of, micro_batch, padded  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 DATA: dict[str, Any] = {
     "data.name": "spans",
     "data.of": {"name": "mock", "vocab_size": V - 9},

@@ -39,6 +39,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sep_token_id": 2,
     },
 }
+MASKED: dict[str, Any] = {
+    "data.name": "masked",
+    "data.of": {"name": "mock", "vocab_size": V - 2},
+    "data.mask_token": V - 1,
+    "trainer.seq_length": 12,
+}
+"""Data of runs of these models."""
+TOKENS = torch.randint(3, V, (2, 12), generator=torch.Generator().manual_seed(3))
 ARCHITECTURES = {"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM", "modernbert": "ModernBertForMaskedLM"}
 
 

@@ -33,6 +33,17 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+SPANS: dict[str, Any] = {
+    "data.name": "spans",
+    "data.of": {"name": "mock", "vocab_size": 200},
+    "data.sentinels": 8,
+    "data.end_token": 1,
+    "data.encoder_length": 23,
+    "data.noise_density": 0.3,
+    "data.mean_span": 2.0,
+}
+"""Data of runs whose vocabulary has 209 tokens."""
+
 
 def config_of(given: Mapping[str, Any]) -> Any:
     """Our config of a config.json."""

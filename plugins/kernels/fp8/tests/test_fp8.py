@@ -10,6 +10,7 @@ from fp8_recipes import DELAYED, FUSED, NAMED, RECIPES
 from mplug_fp8.products import Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
+from tiny_models import NARROW_MIXTRAL
 from torch import Tensor
 
 from mplug import Offer, Run
@@ -114,14 +115,7 @@ class TestExperts(TestTensorwise):
         **NAMED,
         **RECIPES["rowwise"],
         "kernels.experts": "fp8",
-        "model.name": "mixtral",
-        "model.hidden_size": 32,
-        "model.num_attention_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.vocab_size": 259,
-        "model.ffn_hidden_size": 32,
-        "model.num_experts": 4,
-        "model.init_std": 0.06,
+        **NARROW_MIXTRAL,
     }
     layouts = ("dp2", "ep2", "fsdp2")
 

@@ -11,24 +11,17 @@ from command_line import Cli
 transformers = pytest.importorskip("transformers")
 
 from beside_library import library_config  # noqa: E402
-from encoder_models import CONFIGS, V  # noqa: E402
+from encoder_models import CONFIGS, MASKED, TOKENS  # noqa: E402
 from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
 from folder_claims import assert_each_rank_reads_its_boxes, exported_by_settings  # noqa: E402
 from published import loaded, logits, rewritten, save  # noqa: E402
 
-DATA: dict[str, Any] = {
-    "data.name": "masked",
-    "data.of": {"name": "mock", "vocab_size": V - 2},
-    "data.mask_token": V - 1,
-    "trainer.seq_length": 12,
-}
-SETTINGS = {**DATA, **ONE_STEP}
-TOKENS = torch.randint(3, V, (2, 12), generator=torch.Generator().manual_seed(3))
+SETTINGS = {**MASKED, **ONE_STEP}
 WIDE = pytest.mark.wide("families")
 OTHERS = [pytest.param(kind, marks=WIDE) for kind in CONFIGS if kind != "bert"]
 
 
-GIVEN = {key.replace(".", "__"): value for key, value in DATA.items()}
+GIVEN = {key.replace(".", "__"): value for key, value in MASKED.items()}
 
 
 class Folders(dict[str, tuple[Path, Any]]):

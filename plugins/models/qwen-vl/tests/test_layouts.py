@@ -6,48 +6,13 @@ Micro batches hold 0 to 3 pictures a sample, of sizes that differ. Some micro ba
 from typing import Any
 
 import pytest
+import seeing_runs
+from seeing_runs import QWEN_VL, WINDOWS
 
 from mplug_testing.parity import require_parity
 
-TINY: dict[str, Any] = {
-    "model.name": "qwen-vl",
-    "model.hidden_size": 32,
-    "model.num_layers": 3,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 260,
-    "model.rope_division": "alternating",
-    "model.rope_sections": [2, 1, 1],
-    "data.media": 3,
-    "data.media_sides": [8, 24],
-    "trainer.seq_length": 32,
-}
-TOWER = {
-    "num_layers": 3,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 24,
-    "patch_size": 4,
-    "position_grid": 6,
-    "deepstack_blocks": [0, 1],
-    "image_token": 256,
-    "video_token": 257,
-    "start_token": 258,
-    "end_token": 259,
-    "min_pixels": 64,
-    "max_pixels": 400,
-    "typical_patches": 24,
-}
-WINDOWS = {
-    "position_grid": None,
-    "deepstack_blocks": [],
-    "window_size": 16,
-    "full_attention_blocks": [1],
-    "tokens_per_second": 2,
-}
-"""The tower of Qwen2.5-VL."""
+SEEN = {"data.media": 3, "data.media_sides": [8, 24], "trainer.seq_length": 32}
+TOWER = {**seeing_runs.TOWER, "typical_patches": 24}
 PACKED = {"data.documents": 3}
 FROZEN_TOWER = {"model.frozen": ["tower"]}
 FROZEN_DECODER = {"model.frozen": ["embedding", "blocks", "head"]}
@@ -106,4 +71,4 @@ CASES = [  # the array `seeing` of the set `pairs` has each strategy on two rank
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
-    require_parity({**TINY, "model.vision": TOWER, **settings}, layout)
+    require_parity({**QWEN_VL, **SEEN, "model.vision": TOWER, **settings}, layout)

@@ -14,18 +14,9 @@ transformers = pytest.importorskip("transformers")
 from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
 from folder_claims import assert_each_rank_reads_its_boxes  # noqa: E402
 from published import edited, loaded, save  # noqa: E402
-from t5_models import TINY, V, library_of, micro_batch, padded  # noqa: E402
+from t5_models import SPANS, TINY, V, library_of, micro_batch, padded  # noqa: E402
 
-DATA: dict[str, Any] = {
-    "data.name": "spans",
-    "data.of": {"name": "mock", "vocab_size": V - 9},
-    "data.sentinels": 8,
-    "data.end_token": 1,
-    "data.encoder_length": 23,
-    "data.noise_density": 0.3,
-    "data.mean_span": 2.0,
-    "trainer.seq_length": 14,
-}
+DATA: dict[str, Any] = {**SPANS, "data.of": {"name": "mock", "vocab_size": V - 9}, "trainer.seq_length": 14}
 GIVEN = {key.replace(".", "__"): value for key, value in DATA.items()}
 KINDS = {"v1.1": TINY, "first": {**TINY, "feed_forward_proj": "relu", "tie_word_embeddings": True}}
 

@@ -22,8 +22,12 @@ def assert_rows_of_library(form: PublicForm, library: Any) -> None:
     for one in declared:
         row = form.fields.get(form.aliases.get(one.name, one.name))
         if row is not None and not isinstance(row, UnusedField | FormField):
-            default: Any = list(one.default) if isinstance(one.default, tuple) else one.default
-            assert row.default is default or same_value(row.default, default), one.name  # type: ignore[union-attr]
+            ours, theirs = map(_plain, (row.default, one.default))  # type: ignore[union-attr]
+            assert ours is theirs or same_value(ours, theirs), one.name
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def assert_null_is_of_library(

@@ -14,9 +14,6 @@ def no_command_outlives_its_test() -> Iterator[None]:
         BEGUN.pop().kill_what_is_left()
 
 
-# Runs.
-
-
 @pytest.fixture(scope="module")
 def options(tiny: list[str]) -> list[str]:
     """A run that every layout of up to four ranks can do; in fp64, so that a wrong sum is told from rounding."""

@@ -1,12 +1,8 @@
-"""The runs and events of the tests of `mplug bench`."""
+"""Names of kernels, and a small run, for the tests of `mplug bench` and of its yardstick."""
 
 from typing import Any
 
 GEMM, FLASH, NCCL, COPY = "nvjet_one", "flash_fwd", "ncclDevKernel_AllReduce", "Memcpy DtoD"
-
-
-# What a model asks of the machine.
-
 SMALL = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 2, "trainer.seq_length": 32}
 
 

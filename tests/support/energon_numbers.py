@@ -1,4 +1,4 @@
-"""What the tests of conversations share."""
+"""What a micro batch of conversations has: the colours of its pictures, and the numbers in its questions."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Settings of runs that gather copies of weights, and what a supplier offers for them."""
+"""Settings of runs that gather copies of weights, by recipe."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sizes of the tests of experts and routers, and a choice of experts by loops."""
+"""Sizes of the tests of experts and routers, and gates of every kind."""
 
 import torch
 

@@ -24,11 +24,11 @@ def write_tokenizer(folder: Path, vocabulary: int, special: Mapping[str, int], t
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def write_picture(path: Path, height: int, width: int) -> None:
+def write_picture(path: Path, height: int, width: int, seed: int = 5) -> None:
     """A picture of random colours."""
     from PIL import Image
 
-    generator = torch.Generator().manual_seed(width)
+    generator = torch.Generator().manual_seed(seed)
     colours = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
     Image.fromarray(colours.numpy()).save(path)
 

@@ -60,8 +60,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     write_tokenizer(folder, V, special, TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
     write_picture(folder / "a.png", 16, 9)
-    for width, frame in enumerate(FRAMES, 20):
-        write_picture(folder / frame, 19, width)
+    for number, frame in enumerate(FRAMES):
+        write_picture(folder / frame, 19, 20, seed=number)
     write_questions(folder, ASKED, {"video": VIDEO_PART})
     return folder, library
 

@@ -49,8 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     special = {"<|image|>": IMAGE, "<|start|>": START, "<|end|>": END, "<|user|>": USER, "<|answer|>": ANSWER}
     write_tokenizer(folder, V, special, TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
-    write_picture(folder / "a.png", 16, 9)
-    write_picture(folder / "b.png", 19, 20)
+    write_picture(folder / "a.png", 16, 9, seed=2)
+    write_picture(folder / "b.png", 19, 20, seed=12)
     write_questions(folder, QUESTIONS)
     return folder, library
 

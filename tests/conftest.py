@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import surroundings
+from command_line import Cli, surroundings
 from machines import Machines, unavailable
 from safetensors.torch import load_file
 from torch import Tensor
@@ -51,7 +51,7 @@ def two_machines() -> Iterator[Machines]:
 
 
 @pytest.fixture
-def new_interpreter_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def new_interpreter_cli(tmp_path: Path) -> Cli:
     """Run `mplug` as `cli` does, in a process that has imported nothing."""
 
     def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):

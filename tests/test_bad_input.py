@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints import flip_bit
-from command_line import assert_refused
+from command_line import Cli, assert_refused
 
 from mplug.errors import UsageError
 from mplug.run.prepare import check_data
-
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize(

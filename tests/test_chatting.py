@@ -1,15 +1,14 @@
 """A run on conversations is asked by its own template, and its answers end where the template ends them."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
+
+from command_line import Cli
 
 from mplug.registry.entry_points import Registry
 from mplug_tokenization.chat import ChatVocabulary
 from mplug_tokenization.templates import Template, read_template
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 STEPS = (
     "--steps=60",
     "--lr=1e-2",

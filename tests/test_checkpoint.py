@@ -2,7 +2,6 @@
 
 import errno
 import pickle
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from checkpoints import position_of, save
+from command_line import Cli
 from crafts import WEIGHT, change, nested
 from safetensors.torch import load_file
 
@@ -26,8 +26,6 @@ from mplug_saving.manifest import DEEPEST, TensorTable, decode, encode
 from mplug_saving.plain_data import lift
 from mplug_saving.reading import _unique
 from mplug_testing.harness import tiny_config
-
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def trained(directory: Path, changes: dict[str, Any], resume_from: Path | None = None, **plugins: object) -> Run:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from command_line import Cli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mplug import Family, UsageError
@@ -21,7 +21,6 @@ from mplug_saving.changes import changes_on_resume
 from mplug_testing.harness import tiny_config, tiny_run
 from mplug_testing.parity import require_parity
 
-Cli = Callable[..., CompletedProcess[str]]
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 260}
 VISION = {
     "num_layers": 2,

@@ -4,9 +4,7 @@
 """
 
 import json
-import subprocess
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from command_line import Cli
 from layout_words import WHOLE_STREAM, layouts, under
 from safetensors.torch import load_file
 from torch import Tensor
@@ -150,7 +149,7 @@ def small(tiny: list[str]) -> list[str]:
     return ["--model", "mixtral", "--data", "mock", *tiny, *given]
 
 
-CLI = Callable[..., subprocess.CompletedProcess[str]]
+CLI = Cli
 
 
 def test_metrics_hold_the_load_and_resuming_and_inference_have_the_bias(

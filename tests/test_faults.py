@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoints import SMALL, dies, flip_bit, position_of, save, steps, valid, valid_in
+from command_line import Cli
 from crafts import CRAFTS, change
 
 from mplug import hookimpl
@@ -142,9 +142,7 @@ WIDE_COMMANDS = [pair for pair in product(CRAFTS, COMMANDS) if pair not in QUICK
     ("craft", "command"),
     [*QUICK_COMMANDS, *(pytest.param(*pair, marks=pytest.mark.wide("kills")) for pair in WIDE_COMMANDS)],
 )
-def test_no_command_shows_a_traceback_or_hangs(
-    cli: Callable[..., subprocess.CompletedProcess[str]], crafted: Path, craft: str, command: str
-) -> None:
+def test_no_command_shows_a_traceback_or_hangs(cli: Cli, crafted: Path, craft: str, command: str) -> None:
     CRAFTS[craft][0](crafted)
     result = cli(*COMMANDS[command], timeout=60)
     assert "Traceback" not in result.stdout + result.stderr

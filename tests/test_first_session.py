@@ -13,17 +13,16 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from command_line import Cli
 
 ROOT = Path(__file__).parent.parent
 SLEEPING = {"OMP_WAIT_POLICY": "passive"}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def quoted(command: str) -> tuple[list[str], str]:

@@ -4,13 +4,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from command_line import Cli
 from distributions import installed
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,7 +29,6 @@ from mplug_pretrained.transfer import fill_ours, fill_theirs
 from mplug_saving.folder import read_valid
 from mplug_testing.harness import tiny_config
 
-Cli = Callable[..., CompletedProcess[str]]
 GPT = {"model.num_layers": 1}
 LLAMA = {"model.name": "llama", **tiny_models.DECODER, "model.num_layers": 1, "model.vocab_size": 260}
 ADAM = ("exp_avg", "exp_avg_sq")

@@ -1,22 +1,19 @@
 """The forms of settings that people try: short options, assignments without --set, a config file, '~' in paths."""
 
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from command_line import Cli
 
 from mplug.cli import main
 from mplug.cli.groups import OpenGroup
 from mplug.cli.options import FLAGS
 from mplug.config.sources import read_assignments, with_home
 from mplug_hints.options import NEAR_MISSES
-
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def shown(cli_here: Cli, *words: str) -> dict:

@@ -109,15 +109,12 @@ WIDE = pytest.mark.wide("layouts")
         pytest.param("tp2pp2", PACKED, id="tp2pp2 packed"),
         pytest.param("cp2", PACKED, id="cp2 packed"),
         pytest.param("dp2", WEIGHTED, id="dp2", marks=WIDE),
-        pytest.param("dp2", PACKED, id="dp2 packed", marks=WIDE),
         pytest.param("cp2", WEIGHTED, id="cp2", marks=WIDE),
-        pytest.param("pp2", PACKED, id="pp2 packed", marks=WIDE),
-        pytest.param("tp2", PACKED, id="tp2 packed", marks=WIDE),
         pytest.param("tp2 parallel.tp.sequence_parallel=false", WEIGHTED, id="tp2 whole sequences", marks=WIDE),
-        pytest.param("fsdp2", PACKED, id="fsdp2 packed", marks=WIDE),
         pytest.param("tp2pp2", {**PACKED, **AHEAD}, id="tp2pp2 tokens ahead", marks=WIDE),
     ],
 )
 @pytest.mark.wide("layouts", quick=["cp2 packed"])
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
+    """Other layouts of packed samples with weights are cases of the set `pairs`."""
     require_parity(settings, layout)

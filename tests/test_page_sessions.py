@@ -7,17 +7,15 @@
 import ast
 import json
 import re
-import subprocess
 import sysconfig
-from collections.abc import Callable
 from itertools import islice
 from math import prod
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 from page_commands import COMMANDS, ROOT, Shown
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 GPU = "a GPU, and libraries for it; pytest -m gpu tests them"
 PAGES_LEFT_OUT = {
     "docs/graphs.md": GPU,

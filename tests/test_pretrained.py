@@ -1,14 +1,13 @@
 """A new run that begins with another run's weights, and with nothing else of it."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from safetensors.torch import load_file
 
 from mplug.config.host_sections import Pretrained
@@ -20,7 +19,6 @@ from mplug_pretrained.beginnings import about_weights
 from mplug_pretrained.weights import load_weights, pretrained_of, refuse_another_model
 from mplug_testing.harness import tiny_config
 
-Cli = Callable[..., CompletedProcess[str]]
 SAVING = ("--set", "trainer.steps=2")
 
 

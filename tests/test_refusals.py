@@ -4,13 +4,11 @@ The commands run in this process; tests/test_bad_input.py has the few that need 
 """
 
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import assert_refused
+from command_line import Cli, assert_refused
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
@@ -19,7 +17,6 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 ROWS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from command_line import assert_refused
+from command_line import Cli, assert_refused
 from distributions import installed as distribution
 from packaging.specifiers import SpecifierSet
 
@@ -29,7 +29,6 @@ from mplug_testing.harness import tiny_config
 from mplug_testing.inspection import inspect_here
 from mplug_testing.scaffold import describe
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 Install = Callable[..., Path]
 
 PACKAGES = Path(__file__).parent / "packages"

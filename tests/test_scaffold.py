@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 from warm import STRICT, run_module
 
 from mplug.registry.entry_points import KINDS
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = {"trainer.steps": 3, "trainer.global_batch_size": 4, "trainer.eval_every": 0, "trainer.seq_length": 32}
 USE = {
     "models": ("train", "--model", "ringo"),

@@ -3,15 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
+from command_line import Cli
 from distributions import installed
 
 from mplug import UsageError
 from mplug_testing import FormatSuite
-
-Cli = Callable[..., CompletedProcess[str]]
 
 
 def test_the_suite_refuses_a_format_that_loses_a_setting(plant: Callable[..., None]) -> None:

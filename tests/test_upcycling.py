@@ -1,11 +1,11 @@
 """`mplug checkpoint upcycle`: the mixture has the logits of the dense model."""
 
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import Cli
 from published import Made, loaded, logits
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from mplug_checkpoint.conversion import saved_run
 from mplug_pretrained.inference import load_for_inference
 from mplug_saving.folder import at_step
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 67}
 EXACT = 1e-10
 

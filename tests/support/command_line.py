@@ -10,6 +10,9 @@ from warm import run_module
 
 from mplug.cli import main
 
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+"""Runs `mplug` with words of the command line (`cli`, `cli_here`)."""
+
 
 def surroundings(path: Path | None) -> dict[str, str]:
     """The environment of a command; `path` goes in front of PYTHONPATH."""
@@ -30,7 +33,7 @@ def assert_refused(result: subprocess.CompletedProcess[str], words: list[str]) -
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def cli(tmp_path: Path) -> Cli:
     """Run `mplug` as a user would, in a folder of its own, in a process that has imported torch already."""
 
     def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):
@@ -40,9 +43,7 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def cli_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def cli_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
     """Run `mplug` as `cli` does, in this process: for commands that change nothing in it, such as `mplug config`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

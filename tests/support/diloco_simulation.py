@@ -15,6 +15,15 @@ from mplug_validation import evaluate
 
 STEPS = 9
 
+STREAMED: dict[str, Any] = {
+    "parallel.diloco.every": 4,
+    "parallel.diloco.fragments": 2,
+    "parallel.diloco.delay": 1,
+    "parallel.diloco.alpha": 0.25,
+    "trainer.steps": 9,
+}
+"""Two fragments, which arrive a step after they are sent."""
+
 
 @dataclass
 class Record:

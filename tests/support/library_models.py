@@ -66,15 +66,20 @@ def drawn(library: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:
     return library
 
 
-def built(name: str, settings: Mapping[str, Any]) -> Model:
-    plugin = Registry().load(Registry().find("models", name))
+def in_one_process(build: Callable[[], Model]) -> Model:
+    """The model in fp64 in one process, with its initial values."""
     with torch.device("meta"):
-        model = alone(plugin(plugin.Config(**settings)))
+        model = build()
     model.place(Mesh.of([], 1), None)
     model.keep_stage(0)
     allocate(model, 0, torch.device("cpu"), torch.float64, 1)
     initialize(model.parameters(), model.placements, 0, 1)
     return model
+
+
+def built(name: str, settings: Mapping[str, Any]) -> Model:
+    plugin = Registry().load(Registry().find("models", name))
+    return in_one_process(lambda: alone(plugin(plugin.Config(**settings))))
 
 
 def alone(family: Any) -> Model:
@@ -127,18 +132,18 @@ def difference(library: torch.nn.Module, model: Model, mapped: Mapped, loss: Los
     logits, expected_loss = loss(library, given)
     expected_loss.backward()
     model.loss(given)[0].backward()
-    found = [_relative(model.logits(given), logits)]
+    found = [relative(model.logits(given), logits)]
     expected = mapped({name: p.grad for name, p in library.named_parameters() if p.grad is not None})
     for name, parameter in model.parameters().items():
         assert parameter.grad is not None, name
         assert expected[name].abs().max() > 1e-9, f"{name} has no gradient in the library's model"
-        found.append(_relative(parameter.grad, expected[name]))
+        found.append(relative(parameter.grad, expected[name]))
     return max(found)
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.detach(), expected.detach()
-    return float((found - expected).abs().max() / expected.abs().max())
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
 # The library's parameters as ours.

@@ -4,20 +4,18 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from library_models import drawn, summed_loss, wide
+from beside_library import Seen, distances_from, seeing_library
+from library_models import drawn, in_one_process, wide
 from mplug_llava import Llava
 from mplug_llava.build import build
 from mplug_llava.config import LlavaConfig
 from mplug_llava.processor import PictureProcessor, TileProcessor
 from mplug_llava.squares import cut
-from seeing_models import ours_of, relative
 from torch import Tensor
 
-from mplug import Mesh, Model
-from mplug.model.memory import allocate, initialize
 from mplug.registry.bind_section import bind
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
@@ -83,13 +81,6 @@ TILED: dict[str, Any] = {
 }
 """LLaVA-OneVision."""
 del TILED["image_seq_length"]
-
-
-class Seen(NamedTuple):
-    """A micro batch: ours, and the arguments of the library."""
-
-    ours: dict[str, Tensor]
-    theirs: dict[str, Any]
 
 
 def config_of(given: Mapping[str, Any]) -> LlavaConfig:
@@ -189,12 +180,7 @@ def _entries_of(tokens: Tensor, seen: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def library_of(given: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> Any:
     """The library's model with random weights."""
-    import transformers
-
-    fields = {name: value for name, value in given.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
-    library = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    return drawn(library).to(dtype)
+    return drawn(seeing_library(given)).to(dtype)
 
 
 @contextmanager
@@ -207,18 +193,6 @@ def library_in_fp64(given: Mapping[str, Any]) -> Any:
     with ExitStack() as stack:
         stack.enter_context(wide(*kinds))
         yield
-
-
-def built(config: LlavaConfig) -> Model:
-    """Our model in fp64, in one process."""
-    decoder = config.decoder.plugin(config.decoder.config)
-    with torch.device("meta"):
-        model = build(config, decoder.build_model(), has_images=True)
-    model.place(Mesh.of([], 1), None)
-    model.keep_stage(0)
-    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
-    initialize(model.parameters(), model.placements, 0, 1)
-    return model
 
 
 def public(library: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -239,31 +213,21 @@ def distances(given: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, flo
 
 
 def distances_of(given: Mapping[str, Any], seen: Seen, *, is_blind: bool = False) -> dict[str, float]:
-    """The largest difference of logits, and of each gradient relative to its largest element."""
-    model = built(config_of(given))
-    with library_in_fp64(given):
-        library = library_of(given)
-        weights = {name: x.detach() for name, x in library.named_parameters()}
-        logits = library(**seen.theirs).logits
-        summed_loss(logits, seen.ours["labels"]).backward()
-    own = model.parameters()
-    with torch.no_grad():
-        for name, weight in ours_of(model, public(weights)).items():
-            own[name].copy_(weight)
-    model.loss(seen.ours)[0].backward()
-    found = {"logits": relative(model.logits(seen.ours), logits)}
-    unused = {name for name in own if ".unused." in name}
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
-    for name, expected in ours_of(model, public(gradients)).items():
-        gradient = own[name].grad
-        if name in unused:
+    """The distances from the library for a micro batch, in fp64."""
+    config = config_of(given)
+    decoder = config.decoder.plugin(config.decoder.config)
+    model = in_one_process(lambda: build(config, decoder.build_model(), has_images=True))
+
+    def is_unused(name: str, gradient: Tensor | None, expected: Tensor) -> bool:
+        if ".unused." in name:
             assert not expected.any(), name
             assert gradient is None, name
-        elif is_blind and name.startswith(("tower.", "join.")):
+            return True
+        if is_blind and name.startswith(("tower.", "join.")):
             assert gradient is not None, name
             assert not gradient.any(), name
-        else:
-            assert gradient is not None, name
-            assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
-            found[name] = relative(gradient, expected)
-    return found
+            return True
+        return False
+
+    with library_in_fp64(given):
+        return distances_from(library_of(given), seen.theirs, model, seen.ours, public, is_unused)

@@ -2,19 +2,17 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from library_models import drawn, summed_loss, wide
+from beside_library import Seen, distances_from, seeing_library
+from library_models import drawn, in_one_process, wide
 from mplug_gemma import Gemma
 from mplug_gemma.build import build
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.stream import micro_batch_entries
-from seeing_models import ours_of
 from torch import Tensor
 
-from mplug import Mesh, Model
-from mplug.model.memory import allocate, initialize
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
 
@@ -56,13 +54,6 @@ CONFIG: dict[str, Any] = {
     "vision_config": TOWER,
 }
 """Images of 6 x 6 patches and 3 x 3 tokens: more tokens than a window holds."""
-
-
-class Seen(NamedTuple):
-    """A micro batch: ours, and the arguments of the library."""
-
-    ours: dict[str, Tensor]
-    theirs: dict[str, Any]
 
 
 def sample(parts: Sequence[int | str], length: int, seed: int, size: int) -> list[int]:
@@ -113,39 +104,10 @@ def micro_batch(samples: Sequence[Sequence[int]], config: GemmaConfig) -> Seen:
     return Seen(ours, {**theirs, "pixel_values": pixels} if len(pixels) else theirs)
 
 
-def library_of(given: Mapping[str, Any]) -> Any:
-    """The library's model, with its own initial values."""
-    import transformers
-
-    fields = {name: value for name, value in given.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
-    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-
-
-def changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with other values: of a field, or of one in a mapping ('vision_config.image_size')."""
-    found = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
-    for name, value in changes.items():
-        outer, _, inner = name.rpartition(".")
-        (found[outer] if outer else found)[inner] = value
-    return found
-
-
 def config_of(given: Mapping[str, Any]) -> GemmaConfig:
     """Our config of a config.json."""
     found = form_of(Gemma.public_forms, given).read(given)
     return GemmaConfig(**{**found.altering, **found.free, **found.fixed})
-
-
-def built(config: GemmaConfig) -> Model:
-    """Our model in fp64, in one process."""
-    with torch.device("meta"):
-        model = build(config, has_images=True)
-    model.place(Mesh.of([], 1), None)
-    model.keep_stage(0)
-    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
-    initialize(model.parameters(), model.placements, 0, 1)
-    return model
 
 
 def public(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -164,35 +126,19 @@ def public(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def distances(given: Mapping[str, Any], samples: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The largest difference of logits, and of each gradient relative to its largest element."""
+    """The distances from the library for samples of tokens, in fp64."""
     config = config_of(given)
-    model = built(config)
+    model = in_one_process(lambda: build(config, has_images=True))
     seen = micro_batch(samples, config)
     for name in ("gemma3", "siglip"):  # their modules must exist before `wide`
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    with wide("gemma3", "siglip"):
-        library = drawn(library_of(given))
-        weights = {name: x.detach() for name, x in library.named_parameters()}
-        logits = library(**seen.theirs).logits  # type: ignore[operator]
-        summed_loss(logits, seen.ours["labels"]).backward()
-    own = model.parameters()
-    with torch.no_grad():
-        for name, weight in ours_of(model, public(weights)).items():
-            own[name].copy_(weight)
-    model.loss(seen.ours)[0].backward()
-    found = {"logits": _relative(model.logits(seen.ours), logits)}
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
-    has_images = "pixel_values" in seen.theirs
-    for name, expected in ours_of(model, public(gradients)).items():
-        gradient = own[name].grad
+
+    def is_unused(name: str, gradient: Tensor | None, _: Tensor) -> bool:
+        if not name.startswith("tower.") or "pixel_values" in seen.theirs:
+            return False
         assert gradient is not None, name
-        if name.startswith("tower.") and not has_images:
-            assert not gradient.any(), name
-            continue
-        assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
-        found[name] = _relative(gradient, expected)
-    return found
+        assert not gradient.any(), name
+        return True
 
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
+    with wide("gemma3", "siglip"):
+        return distances_from(drawn(seeing_library(given)), seen.theirs, model, seen.ours, public, is_unused)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from library_models import drawn, summed_loss, wide
+from beside_library import Seen, Tensors, distances_from, seeing_library
+from library_models import drawn, in_one_process, wide
 from mplug_qwen_vl import QwenVL
 from mplug_qwen_vl.build import build
 from mplug_qwen_vl.config import QwenVLConfig
@@ -15,12 +16,8 @@ from mplug_qwen_vl.stream import Document, Grid, micro_batch_entries, read_docum
 from mplug_qwen_vl.vision import VisionConfig
 from torch import Tensor
 
-from mplug import Mesh, Model
-from mplug.model.memory import allocate, initialize
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
-from mplug_pretrained import conversion
-from mplug_pretrained.transfer import fill_ours
 
 IMAGE, VIDEO, START, END = 55, 56, 57, 58
 V = 61
@@ -127,13 +124,6 @@ def sample(parts: Sequence[int | Grid], length: int, seed: int, *, frames_apart:
     return Sample(tokens, kinds, images, [grid for grid in grids if grid.frames > 1], grids)
 
 
-class Seen(NamedTuple):
-    """A micro batch: ours, and the arguments of the library."""
-
-    ours: dict[str, Tensor]
-    theirs: dict[str, Any]
-
-
 def micro_batch(samples: Sequence[Sample], config: QwenVLConfig, multiple: int = 1) -> Seen:
     """The micro batch of samples, with random patches."""
     vision = config.vision
@@ -199,32 +189,11 @@ def library_positions(model: Any, vision: VisionConfig, found: Sample) -> Tensor
     return positions[:, 0].T
 
 
-def library_of(given: Mapping[str, Any]) -> Any:
-    """The library's model with random weights in fp64. Call it, and compute with it, inside `library_in_fp64`."""
-    import transformers
-
-    fields = {name: value for name, value in given.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
-    library: Any = transformers.AutoModelForImageTextToText.from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
-    )
-    return drawn(library)
-
-
 def library_in_fp64(given: Mapping[str, Any]) -> Any:
     """The context in which the library's modules of a `model_type` compute in fp64."""
     kind = given["model_type"]
     importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     return wide(kind)
-
-
-def changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with other values: of a field, or of one in a mapping ('vision_config.depth')."""
-    found = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
-    for name, value in changes.items():
-        outer, _, inner = name.rpartition(".")
-        (found[outer] if outer else found)[inner] = value
-    return found
 
 
 def config_of(given: Mapping[str, Any], **further: Any) -> QwenVLConfig:
@@ -233,18 +202,7 @@ def config_of(given: Mapping[str, Any], **further: Any) -> QwenVLConfig:
     return QwenVLConfig(**{**found.altering, **found.free, **SILENT, **found.fixed, **further})
 
 
-def built(config: QwenVLConfig) -> Model:
-    """Our model in fp64, in one process."""
-    with torch.device("meta"):
-        model = build(config, has_images=True)
-    model.place(Mesh.of([], 1), None)
-    model.keep_stage(0)
-    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
-    initialize(model.parameters(), model.placements, 0, 1)
-    return model
-
-
-def public(given: Mapping[str, Any], library: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def public(given: Mapping[str, Any], library: Tensors) -> Tensors:
     """The library's tensors by their names on disk, as its conversion mapping (5.23) states them."""
     found = {}
     for name, tensor in library.items():
@@ -254,50 +212,21 @@ def public(given: Mapping[str, Any], library: Mapping[str, Tensor]) -> dict[str,
     return found
 
 
-def ours_of(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their public names as those of our parameters."""
-
-    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-
-    found = {}
-    for name, links in conversion(model).links.items():
-        found[name] = torch.full(links[0].ours.shape, float("nan"), dtype=torch.float64)
-        fill_ours(links, (0,) * found[name].dim(), found[name], read)
-    return found
-
-
 def distances(
     given: Mapping[str, Any], samples: Sequence[Sample], multiple: int = 1, **further: Any
 ) -> dict[str, float]:
-    """The largest difference of logits, and of each gradient relative to its largest element."""
+    """The distances from the library for samples, in fp64."""
     config = config_of(given, **further)
-    model = built(config)
+    model = in_one_process(lambda: build(config, has_images=True))
     seen = micro_batch(samples, config, multiple)
     with library_in_fp64(given):
-        library = library_of(given)
-        weights = {name: x.detach() for name, x in library.named_parameters()}
-        logits = library(**seen.theirs).logits
-        summed_loss(logits, seen.ours["labels"]).backward()
-    own = model.parameters()
-    with torch.no_grad():
-        for name, weight in ours_of(model, public(given, weights)).items():
-            own[name].copy_(weight)
-    model.loss(seen.ours)[0].backward()
-    found = {"logits": relative(model.logits(seen.ours), logits)}
-    missing = {name for name, x in library.named_parameters() if x.grad is None}
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
-    for name, expected in ours_of(model, public(given, gradients)).items():
-        gradient = own[name].grad
-        if missing and gradient is not None and not expected.any():
-            assert not gradient.any(), name  # of a tower that saw padding alone
-            continue
-        assert gradient is not None, name
-        assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
-        found[name] = relative(gradient, expected)
-    return found
+        library = drawn(seeing_library(given, experts_implementation="eager"))
 
+        def is_unused(name: str, gradient: Tensor | None, expected: Tensor) -> bool:
+            """The tower saw padding alone."""
+            if gradient is None or expected.any() or all(x.grad is not None for x in library.parameters()):
+                return False
+            assert not gradient.any(), name
+            return True
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
-    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
+        return distances_from(library, seen.theirs, model, seen.ours, partial(public, given), is_unused)

@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from encoder_models import ours_of, relative
-from library_models import drawn, wide
+from beside_library import distances_from
+from library_models import drawn, in_one_process, wide
 from mplug_t5 import T5
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mplug import Mesh, Model
-from mplug.model.memory import allocate, initialize
 from mplug.registry.bind_section import bind
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
@@ -36,6 +33,17 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+SPANS: dict[str, Any] = {
+    "data.name": "spans",
+    "data.of": {"name": "mock", "vocab_size": 200},
+    "data.sentinels": 8,
+    "data.end_token": 1,
+    "data.encoder_length": 23,
+    "data.noise_density": 0.3,
+    "data.mean_span": 2.0,
+}
+"""Data of runs whose vocabulary has 209 tokens."""
+
 
 def config_of(given: Mapping[str, Any]) -> Any:
     """Our config of a config.json."""
@@ -43,17 +51,6 @@ def config_of(given: Mapping[str, Any]) -> Any:
     config, problems = bind(T5.Config, {**found.choices, **found.fixed})
     assert not problems, problems
     return config
-
-
-def built(given: Mapping[str, Any]) -> Model:
-    """Our model of a config.json in fp64, in one process."""
-    with torch.device("meta"):
-        model: Model = T5(config_of(given)).build_model()
-    model.place(Mesh.of([], 1), None)
-    model.keep_stage(0)
-    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
-    initialize(model.parameters(), model.placements, 0, 1)
-    return model
 
 
 def library_of(given: Mapping[str, Any]) -> Any:
@@ -101,25 +98,11 @@ def padded(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def distances(given: Mapping[str, Any]) -> dict[str, float]:
-    """The largest difference of logits, and of each gradient relative to its largest element."""
-    model, batch = built(given), micro_batch()
+    """The distances from the library, in fp64."""
+    batch = micro_batch()
+    tokens, present = padded(batch)
+    arguments = {"input_ids": tokens, "attention_mask": present, "decoder_input_ids": batch["tokens"]}
     importlib.import_module("transformers.models.t5.modeling_t5")
+    model = in_one_process(T5(config_of(given)).build_model)
     with wide("t5"):
-        library = library_of(given)
-        weights = {name: x.detach() for name, x in library.named_parameters()}
-        tokens, present = padded(batch)
-        logits = library(input_ids=tokens, attention_mask=present, decoder_input_ids=batch["tokens"]).logits
-        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum").backward()
-    own = model.parameters()
-    with torch.no_grad():
-        for name, weight in ours_of(model, weights).items():
-            own[name].copy_(weight)
-    model.loss(batch)[0].backward()
-    found = {"logits": relative(model.logits(batch), logits)}
-    gradients = {name: x.grad for name, x in library.named_parameters()}
-    for name, expected in ours_of(model, gradients).items():
-        gradient = own[name].grad
-        assert gradient is not None, name
-        assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
-        found[name] = relative(gradient, expected)
-    return found
+        return distances_from(library_of(given), arguments, model, batch)

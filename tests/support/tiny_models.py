@@ -16,3 +16,14 @@ def of_model(fields: dict[str, Any]) -> dict[str, Any]:
 MIXTRAL, EXPERTS, DECODER, LATENT_EXPERTS = (
     of_model(TABLES[name]) for name in ("mixtral", "experts", "decoder", "latent experts")
 )
+NARROW_MIXTRAL: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.ffn_hidden_size": 32,
+    "model.num_experts": 4,
+    "model.init_std": 0.06,
+}
+"""Widths that 16 divides, as products in FP8 need them."""

@@ -172,15 +172,15 @@ if TYPE_CHECKING:
     from mplug_nn.public_config import part_forms_of as part_forms_of
     from mplug_nn.public_config import written_config as written_config
     from mplug_nn.public_form import FamilyField as FamilyField
-    from mplug_nn.public_form import FixedField as FixedField
     from mplug_nn.public_form import FormField as FormField
     from mplug_nn.public_form import FoundFamily as FoundFamily
     from mplug_nn.public_form import PublicField as PublicField
     from mplug_nn.public_form import PublicForm as PublicForm
-    from mplug_nn.public_form import ReadField as ReadField
-    from mplug_nn.public_form import SumField as SumField
-    from mplug_nn.public_form import UnusedField as UnusedField
     from mplug_nn.public_form import form_of as form_of
+    from mplug_nn.public_rows import FixedField as FixedField
+    from mplug_nn.public_rows import ReadField as ReadField
+    from mplug_nn.public_rows import SumField as SumField
+    from mplug_nn.public_rows import UnusedField as UnusedField
     from mplug_nn.public_values import Values as Values
     from mplug_nn.relative import RelativeBias as RelativeBias
     from mplug_nn.rotary import Rotary as Rotary

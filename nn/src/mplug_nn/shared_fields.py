@@ -1,6 +1,7 @@
 """Rows that every config.json shares: fields of all models of the transformers library that change no decoder."""
 
-from mplug_nn.public_form import FixedField, PublicField, UnusedField
+from mplug_nn.public_form import PublicField
+from mplug_nn.public_rows import FixedField, UnusedField
 
 
 def unused(because: str, names: str) -> dict[str, PublicField]:

@@ -22,6 +22,7 @@ from mplug.model.slots.fill import known_slots, refuse_unknown_slots
 from mplug.model.slots.offers import Filled, Offer, Site
 from mplug_testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug_testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
+from mplug_testing.kernel_functions import FunctionChecks, case_name
 from mplug_testing.kernel_packed_heads import PackedHeadsChecks
 from mplug_testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mplug_testing.kernel_checks import Trial
 
 
-class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
+class KernelSuite(BufferChecks, FunctionChecks, PackedHeadsChecks, PluginSuite):
     """Compares every slot that a kernel supplies, over a grid of cases, with the composition of `mplug_nn` in fp64.
 
     `dtypes` are the values of `trainer.precision` to try; products follow the recipe of a precision that has one. The
@@ -54,16 +55,6 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
     capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp", "parts by position")
-    computes: ClassVar[str] = ""
-
-    def reference(self, q: Any, k: Any, v: Any, spec: Any, inputs: Any) -> Any:
-        """The function that a core other than softmax attention is compared with; differentiable, in plain torch.
-
-        q [B, S, H, K], k [B, T, G, K], v [B, T, G, V], an `AttentionSpec` and `AttentionInputs` -> [B, S, H, V]. In
-        fp64 its result counts as exact. In the dtype of a trial its error measures the rounding, so it must be finite
-        there too.
-        """
-        raise NotImplementedError(f"'{self.plugin}' computes '{self.computes}'; override 'reference'")
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -156,36 +147,15 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
             first, again = (answer_of(offer, site, run) for _ in range(2))
             require(
                 first == again,
-                f"supports is not pure: for {_case_name(case, site)} it returns {first!r}, then {again!r}",
+                f"supports is not pure: for {case_name(case, site)} it returns {first!r}, then {again!r}",
             )
             after = vars(case.module)
             changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
             require(not changed, f"supports is not pure: it changes {listed(sorted(changed))} of the site's module")
             varies = offer.varies(site, run)
-            require(isinstance(varies, str), f"varies returns {varies!r} for {_case_name(case, site)}; return a string")
+            require(isinstance(varies, str), f"varies returns {varies!r} for {case_name(case, site)}; return a string")
             note = offer.note(site, run) if first is True else ""
-            require(isinstance(note, str), f"note returns {note!r} for {_case_name(case, site)}; return a string")
-
-    @smoke
-    def test_another_function_has_a_name_and_a_reference(self) -> None:
-        """The suite compares a core other than softmax attention only with its author's reference; both must be set."""
-        if not self.computes and not self._has_reference():
-            raise SkipTest(f"'{self.plugin}' computes no other function than softmax attention")
-        self._require_named_function()
-
-    @smoke
-    def test_it_refuses_sites_that_ask_for_another_function(self) -> None:
-        """A core other than softmax attention must not fill a site that does not request its function."""
-        if not self.computes:
-            raise SkipTest(f"'{self.plugin}' computes no other function than softmax attention")
-        run, offers = self._offered()
-        for offer, case, site in self._sites(run, offers):
-            plain = replace(site, needs=case.needs - {self.computes})
-            require(
-                site.slot != "Attention.core" or answer_of(offer, plain, run) is not True,
-                f"supports returns True for {_case_name(case, site)}, which does not need '{self.computes}': a model "
-                f"with softmax attention would get another function; require '{self.computes}' in site.needs",
-            )
+            require(isinstance(note, str), f"note returns {note!r} for {case_name(case, site)}; return a string")
 
     @smoke
     def test_its_suppliers_own_no_parameter_and_no_module(self) -> None:
@@ -346,7 +316,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
             if answer is not True:
                 refusals.setdefault(site.slot, {})[str(answer or "False")] = None
             elif case.dropout == 0 or not offer.varies(site, run):
-                suppliers, where = {**case.plain, **offer.suppliers}, f"{_case_name(case, site)}, {dtype}"
+                suppliers, where = {**case.plain, **offer.suppliers}, f"{case_name(case, site)}, {dtype}"
                 dtype_of, declared = run.precision.activation_dtype, declared_by(offer, case)
                 trial = Trial(case, suppliers, dtype_of, run.device, where, declared)
                 trials.setdefault(site.slot, []).append(trial)
@@ -378,32 +348,3 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
         hint = f"; do the suite's settings name a model whose sites need '{self.computes}'?" if self.computes else ""
         require(filled, f"'{label}' fills no slot of a run that names it; {suppliers} fill its slots{hint}")
         return filled
-
-    # Another function than softmax attention.
-
-    def _has_reference(self) -> bool:
-        return type(self).reference is not KernelSuite.reference
-
-    def _require_named_function(self) -> None:
-        """`computes` and `reference` are set together, and `computes` is no need that `mplug_nn` serves itself."""
-        from mplug_nn.specification import CAPABILITIES, KNOWN
-
-        setting, has_reference = f"the suite sets computes = '{self.computes}'", self._has_reference()
-        require(has_reference or not self.computes, f"{setting} without a reference; override 'reference'")
-        require(
-            self.computes or not has_reference,
-            "the suite overrides 'reference' without 'computes'; set 'computes' to the need of the sites",
-        )
-        require(
-            self.computes not in KNOWN | CAPABILITIES,
-            f"{setting}, whose reference is mplug_nn, which computes it; remove 'computes' and 'reference'",
-        )
-
-    def _about_computes(self) -> str:
-        if self.computes:
-            return f" (every case needs '{self.computes}', because the suite sets 'computes')"
-        return "; if the core is not softmax attention, set the suite's 'computes' to the need of its sites"
-
-
-def _case_name(case: "Case", site: Site) -> str:
-    return f"{site.slot} with {case.name}"

@@ -15,16 +15,15 @@ An optimizer's author subclasses it in a test module, and writes a reference of 
 `dense.py` makes the pieces. `weights.py` checks who writes low-precision weights.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
 from mplug_testing.harness import STEPS, Trace, difference, in_fp64, installed_plugins, logical, tiny_run, train_steps
+from mplug_testing.optimizer_states import StateChecks
 from mplug_testing.parity import trained_once
 from mplug_testing.suite import Fault, naming_failures, refusals, require, smoke
 from mplug_testing.waiting import never_waiting
-from mplug_testing.weights import WeightSuite
 from mplug_testing.workers import run_workers
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class DenseStep(NamedTuple):
     weight_decay: float
 
 
-class OptimizerSuite(WeightSuite):
+class OptimizerSuite(StateChecks):
     """Compares updates with a reference that the author writes, and runs under layouts with one process.
 
     A weight may differ from the reference by `tolerance` times the largest change, and under a layout by `tolerance`
@@ -190,34 +189,6 @@ class OptimizerSuite(WeightSuite):
                 )
 
     @smoke
-    def test_a_skipped_step_changes_nothing(self) -> None:
-        """If `skip` is 1, no bit of weights or state changes, whatever the gradients are."""
-        import mplug_testing.dense as dense
-
-        for factor in (1.0, float("nan"), float("inf")):
-            bench = self._bench()
-            bench.step(1)
-            before = bench.snapshot()
-            bench.step(2, dense.times(factor), skip=1.0, scale=factor)
-            changed = dense.other_bits(before, bench.snapshot())
-            gradients = "" if factor == 1 else f" with {factor} gradients"
-            require(not changed, f"a skipped step{gradients} changes {changed}; change nothing if scalars.skip is 1")
-
-    @smoke
-    def test_a_skipped_step_is_not_remembered(self) -> None:
-        """The steps after a skipped step give the same result as without it."""
-        import mplug_testing.dense as dense
-
-        one, other = self._bench(), self._bench()
-        one.step(1)
-        one.step(7, skip=1.0)
-        one.step(2)
-        other.step(1)
-        other.step(2)
-        changed = dense.other_bits(one.masters(), other.masters())
-        require(not changed, f"a skipped step changes the bits of {changed} in the next step; it must have no effect")
-
-    @smoke
     def test_a_step_does_not_wait_for_the_device(self) -> None:
         """A step reads no tensor's value on the CPU. For this reason learning rate, scale and skip are tensors."""
         import mplug_testing.dense as dense
@@ -257,70 +228,6 @@ class OptimizerSuite(WeightSuite):
             not fault,
             f"its plugin states 'captures', and {fault}; read what changes from step to step from tensors, and "
             f"change state in place",
-        )
-
-    # State.
-
-    @smoke
-    def test_state_is_what_checkpoints_can_hold(self) -> None:
-        """State consists of scalars, tensors of the piece's shape, and `mplug.ShapedState`s with parts that fit.
-
-        The name 'weight' is reserved for the weight itself.
-        """
-        import torch
-
-        from mplug.contracts.optimizer import ShapedState, tensors_of
-
-        bench = self._bench()
-        for piece, name, held in ((p, n, s) for p in bench.pieces for n, s in bench.optimizer.state(p).items()):
-            state = f"the state '{name}' of '{piece.name}'"
-            require(isinstance(held, torch.Tensor | ShapedState), f"{state} is no tensor: {held!r}")
-            require(name != "weight", f"{state} has the name that checkpoints give to the weight; rename it")
-            for tensor in tensors_of({name: held}).values():
-                require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
-            if isinstance(held, ShapedState):
-                numel = sum(part.numel() for part in held.parts.values())
-                require(held.writes, f"{state} is written by no rank; the only rank must write it")
-                require(numel == math.prod(held.shape), f"{state} has {numel} elements in parts of {held.shape}")
-                continue
-            require(
-                held.shape in ((), piece.master.shape),
-                f"{state} has shape {tuple(held.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
-                f"or (), or be a mplug.ShapedState",
-            )
-
-    @smoke
-    def test_state_is_live(self) -> None:
-        """Tensors that `state` returned show every later step, so that loading a checkpoint can copy into them."""
-        import torch
-
-        bench = self._bench()
-        bench.step(1)
-        held = list(bench.states())
-        bench.step(2)
-        for (piece, name, tensor), (_, _, now) in zip(held, bench.states(), strict=True):
-            live = torch.equal(tensor, now)
-            require(live, f"the state '{name}' of '{piece.name}' is a copy; return the tensor that later steps update")
-
-    @smoke
-    def test_copied_state_continues_to_the_bit(self) -> None:
-        """The next step depends only on weights, state and the step's inputs."""
-        import mplug_testing.dense as dense
-
-        one, other = self._bench(), self._bench()
-        one.step(1)
-        one.step(2)
-        for piece, other_piece in zip(other.pieces, one.pieces, strict=True):
-            piece.master.copy_(other_piece.master)
-        for (_, _, empty), (_, _, saved) in zip(other.states(), one.states(), strict=True):
-            empty.copy_(saved)
-        one.step(3)
-        other.step(3)
-        changed = dense.other_bits(one.snapshot(), other.snapshot())
-        require(
-            not changed,
-            f"a step from copied state gives {changed} other bits; a step must depend only on weights, state and the "
-            f"step's inputs",
         )
 
     # Parts, and layouts.

@@ -3,19 +3,16 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from unittest import SkipTest
 
 import yaml
 
 import mplug_testing.layouts as layouts
 from mplug.errors import UsageError, listed
-from mplug.layout.mesh import Axis, parse_layout
 from mplug.registry.entry_points import BrokenPlugin
 from mplug.registry.hooks import implemented
-from mplug.run.run import Run
 from mplug_testing.draws import draws_fault
 from mplug_testing.harness import (
     EXACT,
@@ -32,13 +29,11 @@ from mplug_testing.harness import (
     unevenly,
     weights_off,
 )
-from mplug_testing.layouts import Ranks
+from mplug_testing.layout_checks import LayoutChecks
 from mplug_testing.operations import step_seen, steps_seen
 from mplug_testing.parity import trained_once
-from mplug_testing.suite import Fault, PluginSuite, refusals, require, smoke
+from mplug_testing.suite import Fault, refusals, require
 from mplug_testing.workers import WorkerFailed, run_workers
-
-T = TypeVar("T")
 
 _STEPS: dict[str, list[tuple[str, str]]] = {}
 """What `steps_seen` returned on every rank, by the settings of the run."""
@@ -50,7 +45,7 @@ def _key(settings: TinySettings) -> str:
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
-class ParallelSuite(PluginSuite):
+class ParallelSuite(LayoutChecks):
     """The requirements for a strategy: a layout is data, and a run under it equals the run of one process.
 
     `layouts` are the layouts to run; a refusal of one of them is a fault. None means the strategy alone at degrees 2
@@ -66,8 +61,6 @@ class ParallelSuite(PluginSuite):
     has bypassed the strategy.
     """
 
-    kind = "parallel"
-    layouts: ClassVar[tuple[str, ...] | None] = None
     variants: ClassVar[Mapping[str, TinySettings]] = yaml.safe_load(
         Path(__file__).with_name("variants.yaml").read_text()
     )
@@ -78,23 +71,6 @@ class ParallelSuite(PluginSuite):
     def naming(cls) -> dict[str, Any]:
         """The strategy alone, on two ranks."""
         return {"parallel.layout": f"{cls.plugin}2"}
-
-    @classmethod
-    def section(cls) -> tuple[str, ...]:
-        """Its own subsection of `parallel`."""
-        return "parallel", cls.plugin
-
-    @classmethod
-    def at(cls, layout: str, changes: TinySettings | None = None) -> TinySettings:
-        """The settings of the tiny run under a layout. No degree divides the number of samples of an evaluation."""
-        return {**cls.tiny(), "trainer.eval_samples": 7, **(changes or {}), "parallel.layout": layout}
-
-    @classmethod
-    def alone(cls) -> tuple[str, ...]:
-        """The layouts that name no other strategy; degrees 2 and 4 if `layouts` has no such layout."""
-        names = installed_plugins().names(cls.kind)
-        own = tuple(layout for layout in cls.layouts or () if set(parse_layout(layout, names)) == {cls.plugin})
-        return own or (f"{cls.plugin}2", f"{cls.plugin}4")
 
     @classmethod
     def tried(cls) -> tuple[str, ...]:
@@ -163,93 +139,11 @@ class ParallelSuite(PluginSuite):
         yield "operations", [operations for operations, _ in seen]
         yield "gradients", [numbers for _, numbers in seen]
 
-    # Axes.
-
-    @smoke
-    def test_its_axes_are_the_same_on_every_call(self) -> None:
-        """`mesh_axes` is a pure function of the config: every rank and every later call gets the same mesh."""
-        for layout, run in self._meshes().items():
-            again = layouts.prepared(self.at(layout))
-            calls = [list(map(layouts.comparable, self._axes(each))) for each in (run, run, again)]
-            require(
-                calls[0] == calls[1] == calls[2],
-                f"three calls return different axes of '{layout}': {calls[0]}, {calls[1]} and {calls[2]}; mesh_axes "
-                f"must be a pure function of the config",
-            )
-
-    @smoke
-    def test_its_degree_is_the_size_of_its_axes(self) -> None:
-        """In every view that has any of its axes. So a layout word states the number of ranks."""
-        for layout, run in self._meshes().items():
-            degree, sizes = run.config.parallel.degrees[self.plugin], dict[str, int]()
-            for axis in self._axes(run):
-                for view in axis.views:
-                    sizes[view] = sizes.get(view, 1) * axis.size
-            for view, size in sizes.items():
-                require(
-                    size == degree,
-                    f"in layout '{layout}' its axes have {size} ranks in the view '{view}'; they must have {degree}, "
-                    f"the degree in the layout",
-                )
-
-    @smoke
-    def test_its_axes_share_no_name_with_anothers(self) -> None:
-        """The name alone identifies an axis."""
-        own = [axis.name for axis in self._axes(next(iter(self._meshes().values())))]
-        require(len(set(own)) == len(own), f"it adds two axes with the same name to the mesh: {listed(own)}")
-        for entry in installed_plugins().entries(self.kind):
-            if entry != self.entry():
-                try:
-                    axes = layouts.axes_of(layouts.prepared({"parallel.layout": f"{entry.name}2"}), entry.label)
-                except UsageError:  # the other strategy refuses this config, which is no fault of this plugin
-                    continue
-                shared = {axis.name for axis in axes}.intersection(own)
-                require(not shared, f"{entry.label} adds an axis '{''.join(shared)}' too; rename yours")
-
-    @smoke
-    def test_its_index_maps_give_every_index_to_one_rank(self) -> None:
-        """For every length that the maps do not refuse."""
-        for run in self._meshes().values():
-            for axis in self._axes(run):
-                layouts.require_partition(axis)
-
-    # Layouts as data.
-
-    @smoke
-    def test_its_layouts_are_data(self) -> None:
-        """mplug computes every rank's mesh, placements and offers without processes.
-
-        All ranks together hold all parameters.
-        """
-        for ranks in self._ranks().values():
-            layouts.require_sound_placements(ranks)
-
     def test_a_layout_is_data(self, layout: str) -> None:
         """The same for layouts that combine it with other strategies."""
         with refusals(f"layout '{layout}'", self._named_by_author(layout)):
             ranks = layouts.ranks_of(self.at(layout))
         layouts.require_sound_placements(ranks)
-
-    @smoke
-    def test_all_ranks_together_read_every_token_once(self) -> None:
-        """The parts of the batch contain every token that one process reads, each exactly once."""
-        whole = layouts.tokens_of(*layouts.ranks_of(self.at(""))[0])
-        for ranks in self._ranks().values():
-            layouts.require_every_token_once(ranks, whole)
-
-    # Offers.
-
-    @smoke
-    def test_its_offers_are_pure_and_true(self) -> None:
-        """Offering changes nothing; the slots exist; `supports` answers; all sites of a role get the same callable."""
-        label, number = self.entry().label, 0
-        for run, model in chain.from_iterable(self._ranks().values()):
-            number += len(layouts.offers_of(run, model, label))
-            layouts.require_pure_offers(run, model, label)
-            layouts.require_true_offers(run, model, label)
-            layouts.require_one_callable_a_role(model, label)
-        if not number:
-            raise SkipTest(f"'{self.plugin}' offers nothing for any slot")
 
     # Refusals.
 
@@ -360,37 +254,11 @@ class ParallelSuite(PluginSuite):
         found = sampling_fault(layouts.prepared(settings).mesh.world_size, settings)
         require(not found, f"under layout '{settings['parallel.layout']}', {found}")
 
-    # Shared by the tests.
-
-    def _meshes(self) -> dict[str, Run]:
-        """The prepared run of each layout of the strategy alone."""
-        return self._not_refused(lambda layout: layouts.prepared(self.at(layout)))
-
-    def _ranks(self) -> dict[str, Ranks]:
-        """All ranks of each layout of the strategy alone."""
-        return self._not_refused(lambda layout: layouts.ranks_of(self.at(layout)))
-
-    def _not_refused(self, build: Callable[[str], T]) -> dict[str, T]:
-        """`build` of each layout of the strategy alone, without refused layouts; SkipTest if all are refused."""
-        found, reasons = dict[str, T](), list[str]()
-        for layout in self.alone():
-            try:
-                with refusals(f"layout '{layout}'", layout in (self.layouts or ())):
-                    found[layout] = build(layout)
-            except SkipTest as reason:
-                reasons.append(str(reason))
-        if not found:
-            raise SkipTest("; ".join(reasons))
-        return found
-
     def _named_by_author(self, layout: str, changes: TinySettings | None = None) -> bool:
         """Whether the suite's author named the layout, or the changes to it, so that a refusal is a fault."""
         if changes is None:
             return layout in (*(self.layouts or ()), *self.alone())
         return changes in self.variants.values() and changes not in ParallelSuite.variants.values()
-
-    def _axes(self, run: Run) -> list[Axis]:
-        return layouts.axes_of(run, self.entry().label)
 
     def _refusal(self, layout: str) -> str:
         """The reason why a run is refused before launch; empty if it is accepted."""

@@ -13,7 +13,8 @@ from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.run.run import Run
 from mplug_nn.public_config import FORMS, forms_of, written_config
-from mplug_nn.public_form import FamilyField, FormField, PublicForm, ReadField
+from mplug_nn.public_form import FamilyField, FormField, PublicForm
+from mplug_nn.public_rows import ReadField
 from mplug_pretrained.external_form import conversion
 from mplug_pretrained.transfer import Read, fill_ours, fill_theirs
 from mplug_testing.suite import Fault, require

@@ -5,7 +5,8 @@ from typing import Any
 
 from mplug_nn.decoders.general import GeneralDecoderConfig
 from mplug_nn.decoders.sparse import SparseDecoderConfig
-from mplug_nn.public_form import FixedField, PublicField, ReadField, UnusedField
+from mplug_nn.public_form import PublicField
+from mplug_nn.public_rows import FixedField, ReadField, UnusedField
 from mplug_nn.public_values import Values, shown
 from mplug_nn.shared_fields import SHARED_FIELDS
 

@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -188,7 +187,6 @@ def test_a_published_model_is_evaluated_with_adapters_of_peft(folder: Path, tmp_
 TINY = ("num_layers=2", "hidden_size=32", "num_attention_heads=4", "vocab_size=259")
 SHORT = ("steps=2", "eval_every=2", "eval_samples=6", "compile=never", "seq_length=32", "precision=fp64")
 CHAT = [[{"role": "user", "content": "ab" * n}, {"role": "assistant", "content": "ba" * n}] for n in range(1, 40)]
-Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture

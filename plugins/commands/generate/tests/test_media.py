@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing_runs
 import torch
 from mplug_mock import Mock
+from seeing_runs import QWEN_VL, WINDOWS
 
 from mplug import Run, UsageError, hookimpl
 from mplug.model.build import allocate_parts, build_model
@@ -27,18 +29,8 @@ from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.recording import Operations
 
 Image = pytest.importorskip("PIL.Image")
-
 MODEL: dict[str, Any] = {
-    "model.name": "qwen-vl",
-    "model.hidden_size": 32,
-    "model.num_layers": 3,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 260,
-    "model.rope_division": "alternating",
-    "model.rope_sections": [2, 1, 1],
+    **QWEN_VL,
     "model.init_std": 0.3,
     "trainer.seq_length": 128,
     "trainer.precision": "fp64",
@@ -47,30 +39,7 @@ MODEL: dict[str, Any] = {
     "trainer.micro_batch_size": 1,
     "kernels.default": None,
 }
-TOWER: dict[str, Any] = {
-    "num_layers": 3,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 24,
-    "patch_size": 4,
-    "position_grid": 6,
-    "deepstack_blocks": [0, 1],
-    "image_token": 256,
-    "video_token": 257,
-    "start_token": 258,
-    "end_token": 259,
-    "min_pixels": 64,
-    "max_pixels": 400,
-    "init_std": 0.3,
-}
-WINDOWS = {
-    "position_grid": None,
-    "deepstack_blocks": [],
-    "window_size": 16,
-    "full_attention_blocks": [1],
-    "tokens_per_second": 2,
-}
-"""The tower of Qwen2.5-VL."""
+TOWER = {**seeing_runs.TOWER, "init_std": 0.3}
 TOKENS, CONTEXT = 7, 128
 SIZES: list[list[tuple[int, int]]] = [[], [(16, 24)], [(8, 8), (24, 8)], [(24, 16)]]
 """The pictures of four prompts; that of the last prompt stands at its end."""

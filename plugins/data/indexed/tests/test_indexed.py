@@ -1,11 +1,6 @@
 """The loader: the data suite on random documents, what becomes of documents, resuming, and bad inputs."""
 
-import shutil
-import struct
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +10,8 @@ import torch
 pytest.importorskip("numba")
 pytest.importorskip("tokenizers")
 
+from indexed_files import EOD, FIM_TOKENS, FOLDER, ONE, TWO, S, build, taken, windows, write
 from mplug_indexed import Indexed
-from mplug_indexed.files import Writer, idx_path
-from mplug_indexed.samples import IndexedLoader
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -25,37 +19,9 @@ from mplug import UsageError
 from mplug_testing import DataSuite
 from mplug_tokenization import describe_tokenizer, keep_tokenizer
 
-S = 16
-EOD = 0
 IGNORED = -100
-FOLDER = Path(mkdtemp(prefix="mplug-indexed-"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_files_left() -> Iterator[None]:
-    yield
-    shutil.rmtree(FOLDER)
-
-
-def write(prefix: Path, documents: list[Any], dtype: Any = np.uint16) -> Path:
-    with Writer(prefix, dtype) as writer:
-        writer.add_documents(np.concatenate([*map(np.array, documents), []]), [len(one) for one in documents])
-    return prefix
-
-
-def random_documents(seed: int, number: int = 300, longest: int = 25, vocab_size: int = 250) -> list[Any]:
-    """Documents of random tokens, each ended by EOD; but for the empty ones."""
-    random = np.random.default_rng(seed)
-    return [
-        np.append(random.integers(1, vocab_size, length), EOD) if length else np.array([], dtype=np.int64)
-        for length in random.integers(0, longest, number)
-    ]
-
-
 ENDS = {"data.eod_token": EOD}
-FIM_TOKENS = {"fim_prefix_token": 251, "fim_middle_token": 252, "fim_suffix_token": 253}
 FIM = {**ENDS, "data.vocab_size": 256, **{f"data.{name}": token for name, token in FIM_TOKENS.items()}}
-ONE, TWO = (str(write(FOLDER / f"corpus{seed}", random_documents(seed))) for seed in (1, 2))
 
 
 @pytest.mark.wide("data", tests=["test_its_fingerprint_is_that_of_its_samples"])
@@ -90,32 +56,6 @@ class TestRearrangedDocumentsOfABlend(DataSuite):
         "data.reset_positions": True,
         "data.reset_attention": True,
     }
-
-
-def build(config: dict[str, Any], split: str = "train", shard: tuple[int, int] = (0, 1), **trainer: Any) -> Any:
-    section = {"seq_length": S, "seed": 1, "steps": 20, "global_batch_size": 8, "eval_samples": 8, "eval_every": 0}
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            trainer=SimpleNamespace(**{**section, **trainer}), model=SimpleNamespace(vocab_size=256)
-        ),
-        mesh=SimpleNamespace(batch_shard=lambda _: shard),
-        rank=0,
-        micro_batch_size=3,
-    )
-    plugin = Indexed(Indexed.Config(**config))
-    if split == "train":
-        plugin.configure(run.config)
-        plugin.check_data(run.config)
-    return plugin.build_loader(run, split)  # type: ignore[arg-type]
-
-
-def taken(loader: IndexedLoader, number: int) -> dict[str, Any]:
-    batches = list(loader.take(number))
-    whole = [
-        {name: one if one.dim() == 1 else one.expand(len(batch["sample_ids"]), -1) for name, one in batch.items()}
-        for batch in batches
-    ]
-    return {name: torch.cat([batch[name] for batch in whole]) for name in whole[0]}
 
 
 PADDED = [1, 2, 9, 9, 3] * 7
@@ -172,63 +112,6 @@ def test_positions_attention_and_loss_do_not_cross_documents() -> None:
     assert "document_lengths" not in plain
 
 
-# Fill in the middle.
-
-PRE, MID, SUF = FIM_TOKENS.values()
-REARRANGED = {**FIM_TOKENS, "eod_token": EOD}
-
-
-def documents_of(row: list[int]) -> list[list[int]]:
-    found: list[list[int]] = [[]]
-    for token in row:
-        if token == EOD:
-            found.append([])
-        else:
-            found[-1].append(token)
-    return found
-
-
-def put_together(document: list[int]) -> tuple[list[int], bool]:
-    """(prefix, middle and suffix in the text's order, whether the suffix came first) of a rearranged document."""
-    assert document[0] == PRE
-    suffix, middle = document.index(SUF), document.index(MID)
-    if suffix > 1 or middle < suffix:
-        return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle], False
-    return document[middle + 1 :] + document[2:middle], True
-
-
-def windows(loader: IndexedLoader, number: int) -> list[list[int]]:
-    batch = taken(loader, number)
-    return torch.cat((batch["tokens"], batch["labels"][:, -1:]), dim=1).tolist()
-
-
-@pytest.mark.parametrize("spm_rate", [0.0, 1.0])
-def test_rearranged_documents_hold_the_text_but_for_three_tokens(spm_rate: float) -> None:
-    config = {"path": ONE, "split": "1"}
-    plain = windows(build(config, seq_length=40), 60)
-    found = windows(build({**config, **REARRANGED, "fim_rate": 1.0, "fim_spm_rate": spm_rate}, seq_length=40), 60)
-    rearranged = 0
-    for before, after in zip(plain, found, strict=True):
-        for old, new in zip(documents_of(before), documents_of(after), strict=True):
-            if PRE not in new:
-                assert new == old
-                continue
-            text, suffix_first = put_together(new)
-            assert text == old[:-3]
-            assert suffix_first or spm_rate == 0 or new.index(SUF) == 1
-            rearranged += 1
-    assert rearranged > 60
-
-
-def test_a_rate_is_the_share_of_rearranged_documents() -> None:
-    path = str(write(FOLDER / "long", [np.full(200, 7)] * 300))
-    config = {"path": path, "split": "1", "samples": "epoch", **REARRANGED}
-    rows = windows(build({**config, "fim_rate": 0.3, "fim_spm_rate": 0.25}, seq_length=100), 590)
-    found = [row for row in rows if PRE in row]
-    assert 0.24 < len(found) / len(rows) < 0.36
-    assert 0.15 < sum(row[1] == SUF for row in found) / len(found) < 0.36
-
-
 # One order: the suite reads it under other layouts, and tests/test_resume_of_loaders.py resumes it anywhere.
 
 
@@ -256,61 +139,6 @@ def test_a_mix_takes_data_sets_in_proportion_to_their_sizes() -> None:
     assert sorted(map(tuple, windows(loader, len(rows)))) == sorted(rows)
 
 
-# Bad inputs: one sentence each, before launch where it can be known.
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ({"path": "nowhere/corpus"}, r"'nowhere/corpus\.idx' does not exist; use the path of an existing"),
-        ({"path": ONE, "split": "0,1"}, r"data\.split '0,1' has no share for train; set one above 0"),
-        ({"path": ONE, "split": "1,0"}, r"has no share for validation; set one above 0, or set trainer\.eval_every"),
-        ({"path": ONE, "split": "1,0.0001"}, r"has 300 sequences, and .* assigns none of them to validation"),
-        ({"path": {ONE: 1, TWO: 2}, "samples": "epoch"}, r"data\.samples=epoch does not support weights in data"),
-        (
-            {"path": ONE, "eod_mask_loss": True},
-            r"data\.eod_mask_loss=true needs a token that ends .*set data\.eod_token",
-        ),
-        ({"path": ONE, "reset_attention": True}, r"data\.reset_attention=true needs a token that ends documents"),
-        ({"path": [ONE, f"{ONE}.bin"]}, r"data\.path has '.*' twice; use it once$"),
-        ({"path": {ONE: 1, f"{ONE}.idx": 2}}, r"data\.path has '.*' twice; use it once, with the sum of its weights"),
-        ({"path": {"": 1}}, r"'' is not a data set; use the path of its files without \.bin and \.idx"),
-        ({"path": ONE, "vocab_size": 300, "eod_token": 300}, r"data\.eod_token=300 is not in the vocabulary of 300"),
-        (
-            {"path": ONE, **REARRANGED, "fim_rate": 0.5, "fim_suffix_token": 301},
-            r"data\.fim_suffix_token=301 is not in",
-        ),
-    ],
-)
-def test_bad_data_is_refused_before_launch(config: dict[str, Any], sentence: str) -> None:
-    trainer = SimpleNamespace(seed=1, eval_every=1, seq_length=S)
-    run: Any = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=256))
-    plugin = Indexed(Indexed.Config(**config))
-    with pytest.raises(UsageError, match=sentence) as refused:
-        (plugin.configure(run), plugin.check_data(run))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ({"path": ""}, "path is empty; set it to a data set"),
-        ({"path": {"a": 0, "b": 1}}, "path: 'a' has the weight 0; use a finite weight above 0, or remove it"),
-        ({"path": {"a": float("nan")}}, "path: 'a' has the weight nan"),
-        ({"path": {"a": float("inf")}}, "path: 'a' has the weight inf"),
-        ({"path": {"a": "much"}}, "'a' has the weight 'much'; use a number above 0"),
-        ({"path": {"a": 1e308, "b": 1e308}}, "sum of the weights in path overflows"),
-        ({"path": [0.3, "a", 0.7, "b"]}, "a list has only paths; write weights as a mapping"),
-        ({"path": ["a", None]}, "must be a path, a list of paths or a mapping from paths to weights"),
-        ({"path": "a", "cache": ""}, "at least 1 character"),
-        ({"path": "a", "fim_rate": 0.5}, "fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token"),
-    ],
-)
-def test_a_config_that_contradicts_itself_is_refused(config: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Indexed.Config(**config)
-
-
 def test_the_tokenizer_next_to_the_data_decides_which_token_ends_documents(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     prefix = write(tmp_path / "corpus", [np.append(random.integers(10, 250, 30), 3) for _ in range(50)])
@@ -336,93 +164,3 @@ def test_the_tokenizer_next_to_the_data_decides_which_token_ends_documents(tmp_p
 
 def test_weights_may_be_written_as_yaml_reads_them() -> None:  # it takes 1e-3 for a text
     assert Indexed(Indexed.Config(path={"a": "1e-3", "b": 2})).weights == [0.001, 2.0]  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize(
-    ("documents", "config", "sentence"),
-    [
-        ([[1] * 60], {"samples": 10**13}, r"the order of .* samples needs .* GiB.* set a smaller data\.samples"),
-        ([], {}, r"data' has no documents; remove it, or preprocess its texts again"),
-        ([[], []], {}, r"data' has no tokens in this part of data\.split"),
-        ([[0.5] * 50], {}, "data' contains float32 numbers; use a data set of integer tokens"),
-        ([[1] * 20 + [256] + [1] * 20], {}, "of '.*data' has token 256, and the vocabulary has 256"),
-        ([[1] * 20 + [60_000] + [1] * 20], {}, "of '.*data' has token 60000, and the vocabulary has 256"),
-        (
-            [[1, EOD] * 20],
-            {"eod_token": EOD, "reset_attention": True, "samples": 1},
-            r"has 8 documents, and the maximum is 2; set data\.max_documents=8",
-        ),
-    ],
-)
-def test_data_that_no_loader_can_read_is_refused(
-    tmp_path: Path, documents: list[Any], config: dict[str, Any], sentence: str
-) -> None:
-    dtype = np.float32 if documents == [[0.5] * 50] else np.uint16
-    path = str(write(tmp_path / "data", documents, dtype))
-    with pytest.raises(UsageError, match=sentence):
-        taken(build({"path": path, "split": "1", **config}), 2)
-
-
-def test_a_blend_beyond_the_machines_memory_or_of_too_few_samples_and_a_large_seed_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"the order of .* samples needs .* GiB.* set a smaller data\.samples"):
-        build({"path": {ONE: 1, TWO: 2}, "split": "1", "samples": 10**13})
-    with pytest.raises(UsageError, match=r"trainer\.seed=4294967296 is too large"):
-        build({"path": ONE, "split": "1"}, seed=2**32)
-    paths = {str(write(FOLDER / f"b{n}", [np.arange(1, 200)])): 0.9 if n == 0 else 0.001 for n in range(80)}
-    with pytest.raises(UsageError, match=r"the blend needs \d+ samples of '.*b0'.*: 10 samples are too few for 80"):
-        build({"path": paths, "split": "1", "samples": 10})
-
-
-@pytest.mark.parametrize("samples", ["run", "epoch", 5])
-def test_a_corpus_shorter_than_a_sample_is_repeated_in_every_order(samples: str | int) -> None:
-    path = str(write(FOLDER / "short", [[1, 2, 3]]))
-    found = taken(build({"path": path, "split": "1", "samples": samples}), 40)
-    for tokens, labels in zip(found["tokens"].tolist(), found["labels"].tolist(), strict=True):
-        row = [*tokens, labels[-1]]
-        assert row == [(row[0] - 1 + place) % 3 + 1 for place in range(S + 1)]
-        assert labels[:-1] == tokens[1:]
-
-
-def test_short_documents_are_shuffled_over_the_epochs_that_a_sample_needs() -> None:
-    path = str(write(FOLDER / "shorts", [[1, 1], [2, 2], [3, 3]]))
-    found = taken(build({"path": path, "split": "1", "samples": "epoch"}), 12)
-    assert found["tokens"].shape == (12, S)
-    assert len({tuple(row) for row in found["tokens"].tolist()}) > 8, "every round is drawn with another seed"
-    loader = build({"path": path, "split": "1", "samples": "epoch"})
-    taken(loader, 5)
-    resumed = build({"path": path, "split": "1", "samples": "epoch"}, shard=(1, 2))
-    resumed.load_state_dict(loader.state_dict())
-    assert taken(resumed, 4)["tokens"].tolist() == found["tokens"][7:9].tolist()
-
-
-def test_a_short_corpus_beside_a_long_one_gives_as_many_samples_as_its_epochs_need() -> None:
-    path = str(write(FOLDER / "short", [[1, 2, 3]]))
-    loader = build({"path": [ONE, path], "split": "1", "samples": "epoch"})
-    assert [epochs.number for epochs in loader.order.epochs(None)] == [1, 6]  # 17 tokens from 3
-    assert loader.samples_per_epoch is None
-    assert len(taken(loader, loader.order.size)["sample_ids"]) == loader.order.size
-
-
-def test_repeated_data_is_reported_with_numbers_and_a_run_is_prepared_without_its_data() -> None:
-    trainer = SimpleNamespace(seed=1, eval_every=0, seq_length=S)
-    run: Any = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=256))
-    path = str(write(FOLDER / "short", [[1, 2, 3]]))
-    (sentence,) = Indexed(Indexed.Config(path=path, split="1")).check_data(run)
-    assert "short' has 3 tokens, and a sample of trainer.seq_length=16 takes 17; samples are cut from its" in sentence
-    assert Indexed(Indexed.Config(path=ONE, split="1")).check_data(run) == []
-    Indexed(Indexed.Config(path="moved")).configure(run)
-
-
-def test_a_damaged_index_is_refused_when_it_is_first_used_and_later() -> None:
-    path = write(FOLDER / "damaged", [np.arange(1, 60), np.arange(1, 60), [1]])
-    whole = idx_path(path).read_bytes()
-    damaged, sentence = bytearray(whole), r"damaged\.idx' is damaged: sequence 1 has 59 tokens at byte 1000000000"
-    struct.pack_into("<q", damaged, 34 + 3 * 4 + 8, 10**9)
-    idx_path(path).write_bytes(damaged)
-    with pytest.raises(UsageError, match=sentence):
-        build({"path": str(path), "split": "1"})
-    idx_path(path).write_bytes(whole)
-    taken(build({"path": str(path), "split": "1"}), 4)  # now the cache has indices of these lengths
-    idx_path(path).write_bytes(damaged)
-    with pytest.raises(UsageError, match=sentence):
-        taken(build({"path": str(path), "split": "1"}), 6)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mplug_masked.loader import MaskedLoader
 from mplug_masked.masks import Masks
+from splitmix import WORD, hashed
 
 from mplug import IGNORED, MapLoader, UsageError
 from mplug.run.prepare import check_data
@@ -41,17 +42,6 @@ def joined(batches: Any) -> dict[str, torch.Tensor]:
     found = {name: torch.cat([batch[name] for batch in batches]) for name in ("tokens", "labels", "sample_ids")}
     order = found["sample_ids"].argsort()
     return {name: values[order] for name, values in found.items()}
-
-
-# The plain reference: splitmix64's finalizer in integers of Python, one position after the other.
-
-WORD = 2**64 - 1
-
-
-def hashed(bits: int) -> int:
-    for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = ((bits ^ (bits >> by)) * factor) & WORD
-    return bits ^ (bits >> 31)
 
 
 def reference(tokens: list[int], number: int, own: Masks, continuing: list[bool] | None = None) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from mplug_spans import Spans
 from mplug_spans.corruption import Corruption
 from mplug_spans.lengths import lengths_of, longest
 from mplug_spans.loader import SpansLoader
+from splitmix import WORD, hashed
 from torch.nn.functional import pad
 
 from mplug import IGNORED, MapLoader, UsageError
@@ -51,17 +52,6 @@ def joined(batches: Any) -> dict[str, torch.Tensor]:
     found |= {"texts": torch.cat(texts), "places": torch.cat(places)}
     order = found["sample_ids"].argsort()
     return {name: values[order] for name, values in found.items()}
-
-
-# The plain reference: splitmix64's finalizer in integers of Python, one token after the other.
-
-WORD = 2**64 - 1
-
-
-def hashed(bits: int) -> int:
-    for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = ((bits ^ (bits >> by)) * factor) & WORD
-    return bits ^ (bits >> 31)
 
 
 def parts(key: int, number: int, total: int, count: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""A server of S3 on this machine with the bucket 'bucket', and the user that it accepts."""
+"""A run's folder, a store in memory, and a server of S3 on this machine with the bucket 'bucket' and its user."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,21 @@ def bucket(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         files.mkdir("bucket")
     yield "s3://bucket"
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that is writing the second line of its metrics."""
+    directory = tmp_path / "runs" / "first"
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text("trainer: {steps: 9}\n")
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    return directory
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    """A `Store` for copies of the run, empty."""
+    from mplug_store.address import Store
+
+    return Store(f"memory://{tmp_path.name}-{id(tmp_path)}/first")

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
+from command_line import Cli
 
 pytest.importorskip("fsspec", reason="addresses need fsspec")
 pytest.importorskip("s3fs", reason="the tests of S3 need s3fs")
@@ -16,7 +15,6 @@ from mplug_store.folders import Folders
 from published import model_of, save
 from safetensors.torch import load_file
 
-Cli = Callable[..., CompletedProcess[str]]
 TEXT = "the quick brown fox jumps over the lazy dog; "
 MEGATRON = Path(__file__).parents[3] / "formats" / "megatron" / "tests" / "data" / "llama"
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24, "vocab_size": 30}

@@ -1,7 +1,5 @@
 """Every field of a config.json is honoured as the transformers library honours it, or refused by name."""
 
-import dataclasses
-import re
 from typing import Any
 from unittest.mock import sentinel
 
@@ -10,14 +8,15 @@ import pytest
 pytest.importorskip("transformers")
 
 from config_fields import TINY, described, distance, forms, library_config, read, tiny, without
+from form_claims import assert_null_is_of_library, assert_refused, assert_rows_of_library
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import SHARED_FIELDS
 from mplug_nn.decoders.public_fields import PARTIAL
-from mplug_nn.public_form import PublicForm, ReadField, UnusedField
+from mplug_nn.public_form import PublicForm
 from mplug_nn.public_form import form_of as choose
-from mplug_nn.public_values import same_value
+from mplug_nn.public_rows import ReadField, UnusedField
 
 TOLERANCE = 1e-10
 FORMS = forms()
@@ -37,17 +36,7 @@ def test_every_form_has_a_tiny_model_here() -> None:
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_every_field_of_the_librarys_class_is_in_one_row_with_the_librarys_default(kind: str) -> None:
-    form, library = form_of(kind), CONFIG_MAPPING[kind]
-    known = {*form.fields, *form.aliases}
-    assert not set(form.fields) & set(form.aliases)
-    declared = dataclasses.fields(library)
-    saved = library().to_dict()
-    names = {*saved, *(one.name for one in declared), *library.attribute_map, *library.attribute_map.values()}
-    assert names <= known, f"no row has {names - known}"
-    for one in declared:
-        row = form.fields.get(form.aliases.get(one.name, one.name))
-        if row is not None and not isinstance(row, UnusedField):
-            assert row.default is one.default or same_value(row.default, one.default), one.name
+    assert_rows_of_library(form_of(kind), CONFIG_MAPPING[kind])
 
 
 def test_fields_of_generation_have_no_effect() -> None:
@@ -323,21 +312,14 @@ def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(
     kind: str, fields: dict[str, Any], sentence: str
 ) -> None:
     given = config_of(kind, fields)
-    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
-        choose(tuple(form for _, form in FORMS.values()), given).read(given)
-    assert len(str(refused.value).splitlines()) == 1
+    all_forms = tuple(form for _, form in FORMS.values())
+    assert_refused(lambda fields: choose(all_forms, fields).read(fields), given, sentence)
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_null_is_refused_or_means_what_the_library_makes_of_it(kind: str) -> None:
     """For every field that is read, one after the other."""
-    form = form_of(kind)
-    for name, row in form.fields.items():
-        if isinstance(row, UnusedField):
-            continue
-        given = tiny(kind, **{name: None})
-        try:
-            found = described(given)
-        except ValueError:
-            continue
-        assert found.computes_like(described(library_config(given).to_dict())), name
+    names = [name for name, row in form_of(kind).fields.items() if not isinstance(row, UnusedField)]
+    assert_null_is_of_library(
+        names, lambda name: tiny(kind, **{name: None}), described, lambda given: library_config(given).to_dict()
+    )

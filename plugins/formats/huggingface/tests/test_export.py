@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from command_line import Cli
 from pydantic import ValidationError
 
 pytest.importorskip("transformers")
@@ -17,9 +16,8 @@ from config_fields import described, distance, forms, plugin_of, tiny
 from mplug_huggingface_format import HuggingFace
 
 from mplug_nn import written_config
-from mplug_nn.public_form import ReadField
+from mplug_nn.public_rows import ReadField
 
-Cli = Callable[..., CompletedProcess[str]]
 TOLERANCE = 1e-10
 FORMS = forms()
 ROTARY = [kind for kind, (_, form) in FORMS.items() if isinstance(form.fields.get("rope_theta"), ReadField)]

@@ -2,14 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 pytest.importorskip("transformers")
 
@@ -24,7 +23,6 @@ from mplug import UsageError
 from mplug.training.loop import train
 from mplug_nn.rotary import Rotary
 
-Cli = Callable[..., CompletedProcess[str]]
 TOLERANCE = 1e-10
 LENGTH, ORIGINAL = 128, 16
 STRETCH = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}

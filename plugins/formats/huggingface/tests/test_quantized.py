@@ -1,17 +1,15 @@
 """Quantised exports: what transformers loads with torchao computes nearly what the plain export does."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 transformers = pytest.importorskip("transformers")
 
-Cli = Callable[..., CompletedProcess[str]]
 ERRORS = {"int8": 0.03, "int4": 0.3}
 """The largest relative error of logits."""
 SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 2, "vocab_size": 300}

@@ -3,14 +3,13 @@
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Evil
+from command_line import Cli
 from mplug_megatron_format.folder import MegatronFolder
 from published import logits
 from safetensors.torch import load_file
@@ -24,7 +23,6 @@ from mplug_pretrained.inference import load_for_inference
 from mplug_saving.folder import read_valid
 from mplug_testing import FormatSuite
 
-Cli = Callable[..., CompletedProcess[str]]
 DATA = Path(__file__).parent / "data"
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24, "vocab_size": 30}
 KINDS: dict[str, dict[str, Any]] = {

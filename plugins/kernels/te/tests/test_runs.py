@@ -6,6 +6,7 @@ from warnings import catch_warnings
 import pytest
 import yaml
 from engine_in_torch import engine, stand_ins
+from tiny_models import NARROW_MIXTRAL
 
 from mplug.model.build import build_model
 from mplug_testing import run_workers
@@ -15,17 +16,7 @@ __all__ = ["engine"]
 FP8: dict[str, Any] = {"trainer.precision": "te-fp8", "kernels.linear": "te"}
 HEAD = {"trainer.base_modules": ["head"]}
 SWIGLU = {"model.activation": "swiglu"}
-MIXTRAL: dict[str, Any] = {
-    "model.name": "mixtral",
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
-    "model.init_std": 0.06,
-}
-EXPERTS = {**MIXTRAL, "kernels.experts": "te"}
+EXPERTS = {**NARROW_MIXTRAL, "kernels.experts": "te"}
 wide = pytest.mark.wide("precision")
 recipes = pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 """Blockwise scaling needs widths of 128."""
@@ -42,8 +33,8 @@ def steps(settings: dict[str, Any]) -> Any:
     [
         ("delayed", {}, {}),
         ("tensorwise", {}, {}),
-        pytest.param("delayed", {"kernels.experts": "te"}, MIXTRAL, marks=wide),
-        pytest.param("tensorwise", {"kernels.experts": "te"}, MIXTRAL, marks=wide),
+        pytest.param("delayed", {"kernels.experts": "te"}, NARROW_MIXTRAL, marks=wide),
+        pytest.param("tensorwise", {"kernels.experts": "te"}, NARROW_MIXTRAL, marks=wide),
         ("delayed", {"kernels.norm_product": "te"}, {}),
         pytest.param("delayed", {"kernels.activation_product": "te"}, SWIGLU, marks=wide),
     ],

@@ -1,6 +1,5 @@
 """Every field of a config.json is honoured as the transformers library honours it, or refused by name."""
 
-import dataclasses
 import re
 from typing import Any
 from unittest.mock import sentinel
@@ -9,13 +8,15 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from encoder_models import ARCHITECTURES, CONFIGS, config_of, distances, family_of, library_config
+from beside_library import library_config
+from encoder_models import ARCHITECTURES, CONFIGS, config_of, distances, family_of
+from form_claims import assert_null_is_of_library, assert_refused, assert_rows_of_library, means_the_same
 from pydantic import ValidationError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import written_config
-from mplug_nn.public_form import PublicForm, ReadField, UnusedField, form_of
-from mplug_nn.public_values import same_value
+from mplug_nn.public_form import PublicForm, form_of
+from mplug_nn.public_rows import ReadField, UnusedField
 
 TOLERANCE = 1e-10
 ABSENT = sentinel.absent
@@ -40,14 +41,7 @@ def form(kind: str) -> PublicForm:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_of_the_librarys_class_is_in_one_row_with_the_librarys_default(kind: str) -> None:
-    own, library = form(kind), CONFIG_MAPPING[kind]
-    declared = dataclasses.fields(library)
-    names = {*library().to_dict(), *(one.name for one in declared), *library.attribute_map}
-    assert names <= {*own.fields, *own.aliases}, names - {*own.fields, *own.aliases}
-    for one in declared:
-        row = own.fields.get(own.aliases.get(one.name, one.name))
-        if row is not None and not isinstance(row, UnusedField):
-            assert row.default is one.default or same_value(row.default, one.default), one.name
+    assert_rows_of_library(form(kind), CONFIG_MAPPING[kind])
 
 
 # What the library makes of a config.json is what we read.
@@ -73,26 +67,16 @@ READ: list[Case] = [
 def test_what_the_library_makes_of_a_config_is_what_we_read(case: Case) -> None:
     """The library fills in what is absent and saves it. We read the same from both."""
     given = given_of(*case)
-    assert _like(config_of(library_config(given).to_dict()), config_of(given))
-
-
-def _like(one: Any, other: Any) -> bool:
-    """Whether two configs describe the same model."""
-    return bool(one.computes_like(other)) if hasattr(one, "computes_like") else one == other
+    assert means_the_same(config_of(library_config(given).to_dict()), config_of(given))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_null_is_refused_or_means_what_the_library_makes_of_it(kind: str) -> None:
     """For every field that is read, one after the other."""
-    for name, row in form(kind).fields.items():
-        if isinstance(row, UnusedField):
-            continue
-        given = given_of(kind, {name: None})
-        try:
-            found = config_of(given)
-        except ValueError:
-            continue
-        assert _like(config_of(library_config(given).to_dict()), found), name
+    names = [name for name, row in form(kind).fields.items() if not isinstance(row, UnusedField)]
+    assert_null_is_of_library(
+        names, lambda name: given_of(kind, {name: None}), config_of, lambda given: library_config(given).to_dict()
+    )
 
 
 # What we do not compute is refused.
@@ -121,9 +105,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(
     kind: str, fields: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
-        config_of(given_of(kind, fields))
-    assert len(str(refused.value).splitlines()) == 1
+    assert_refused(config_of, given_of(kind, fields), sentence)
 
 
 # What we write is the library's model.
@@ -199,7 +181,7 @@ def test_what_is_written_is_the_librarys_model_with_each_setting(kind: str) -> N
             continue
         again = config_of(fields)
         kept = {one: getattr(config, one) for one in of_training(kind)}
-        assert _like(again.model_copy(update=kept), config), (name, value)
+        assert means_the_same(again.model_copy(update=kept), config), (name, value)
         quiet = {one: 0.0 for one in fields if one.endswith(("_dropout", "_dropout_prob"))}
         found = distances({**fields, **quiet})
         assert max(found.values()) < TOLERANCE, (name, value, found)
@@ -215,5 +197,5 @@ def test_every_preset_is_exported(kind: str) -> None:
         if config.__class__ is not config_of(CONFIGS[kind]).__class__:
             continue
         fields = written_config(plugin, config)
-        assert _like(config_of(fields), config), name
+        assert means_the_same(config_of(fields), config), name
         assert fields["architectures"][0] in ARCHITECTURES.values()

@@ -10,20 +10,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from encoder_models import CONFIGS, V, library_config, relative  # noqa: E402
-from library_models import wide  # noqa: E402
+from beside_library import library_config  # noqa: E402
+from encoder_models import CONFIGS, MASKED, TOKENS  # noqa: E402
+from library_models import relative, wide  # noqa: E402
 from peft_models import loaded_here, require_adapters_return, run_of, write_adapters  # noqa: E402
 from published import logits, save  # noqa: E402
 
 from mplug.model.build import build_model  # noqa: E402
 
-DATA: dict[str, Any] = {
-    "data.name": "masked",
-    "data.of": {"name": "mock", "vocab_size": V - 2},
-    "data.mask_token": V - 1,
-    "trainer.seq_length": 12,
-}
-TOKENS = torch.randint(3, V, (2, 12), generator=torch.Generator().manual_seed(3))
 ADAPTED = {"bert": 3 * 6, "roberta": 3 * 6, "modernbert": 4 * 4}
 """Layers of the library's models that have adapters: q, k, v, their output and both of the MLP, or the fused ones."""
 WIDE = pytest.mark.wide("families")
@@ -48,7 +42,7 @@ def with_peft(base: Path, adapters: Path) -> Any:
 def test_peft_computes_with_our_adapters_what_the_run_computes(kind: str, tmp_path: Path) -> None:
     base, adapters = folder_of(kind, tmp_path / "base"), tmp_path / "adapters"
     settings = {
-        **DATA,
+        **MASKED,
         "checkpoint.pretrained.path": str(base),
         "adapters.lora.rank": 2,
         "trainer.precision": "fp64",
@@ -68,7 +62,7 @@ def test_a_run_exports_its_adapters_and_the_merged_model(
     tmp_path: Path, cli_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, adapters = folder_of("bert", tmp_path / "base"), tmp_path / "adapters"
-    settings = {**DATA, "checkpoint.pretrained.path": str(base), "adapters.lora.rank": 2}
+    settings = {**MASKED, "checkpoint.pretrained.path": str(base), "adapters.lora.rank": 2}
     write_adapters(build_model(run_of(settings)), adapters, torch.float32)
     require_adapters_return({**settings, "adapters.lora.path": str(adapters)}, adapters, tmp_path, cli_here)
     merged = transformers.AutoModelForMaskedLM.from_pretrained(

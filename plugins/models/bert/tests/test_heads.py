@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
-from encoder_models import CONFIGS, B, S, built, library_config, micro_batch, ours_of, relative
-from library_models import drawn, wide
+from beside_library import library_config, ours_of
+from encoder_models import CONFIGS, B, S, built, micro_batch
+from library_models import drawn, relative, wide
 
 from mplug import IGNORED
 from mplug_testing.parity import require_parity

@@ -1,37 +1,27 @@
 """Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 transformers = pytest.importorskip("transformers")
 
-from encoder_models import CONFIGS, V, library_config  # noqa: E402
+from beside_library import library_config  # noqa: E402
+from encoder_models import CONFIGS, MASKED, TOKENS  # noqa: E402
 from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
-from published import loaded, logits, rewritten, run_of, save  # noqa: E402
+from folder_claims import assert_each_rank_reads_its_boxes, exported_by_settings  # noqa: E402
+from published import loaded, logits, rewritten, save  # noqa: E402
 
-from mplug.gradients.region import region  # noqa: E402
-from mplug.training.loop import train  # noqa: E402
-
-Cli = Callable[..., CompletedProcess[str]]
-DATA: dict[str, Any] = {
-    "data.name": "masked",
-    "data.of": {"name": "mock", "vocab_size": V - 2},
-    "data.mask_token": V - 1,
-    "trainer.seq_length": 12,
-}
-SETTINGS = {**DATA, **ONE_STEP}
-TOKENS = torch.randint(3, V, (2, 12), generator=torch.Generator().manual_seed(3))
+SETTINGS = {**MASKED, **ONE_STEP}
 WIDE = pytest.mark.wide("families")
 OTHERS = [pytest.param(kind, marks=WIDE) for kind in CONFIGS if kind != "bert"]
 
 
-GIVEN = {key.replace(".", "__"): value for key, value in DATA.items()}
+GIVEN = {key.replace(".", "__"): value for key, value in MASKED.items()}
 
 
 class Folders(dict[str, tuple[Path, Any]]):
@@ -63,13 +53,7 @@ def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: 
         expected = library(TOKENS).logits
     assert expected.abs().max() > 0.5
     assert (logits(model, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
-    whole = model.parameters()
-    for rank in range(4):
-        _, part = loaded(folder, "tp2pp2", rank, **GIVEN)
-        for name, parameter in part.parameters().items():
-            for box in part.placements[name].boxes(rank):
-                cut = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))
-                assert torch.equal(region(parameter.data, box), whole[name].data[cut]), (rank, name)
+    assert_each_rank_reads_its_boxes(folder, model, GIVEN)
 
 
 def test_norms_of_older_folders_are_read_by_their_older_names(made: Folders, tmp_path: Path) -> None:
@@ -102,13 +86,8 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
 ) -> None:
     """The config is written by the family, not kept: the settings alone describe the model."""
     folder, library = made[kind]
-    run = run_of(folder, SETTINGS)
-    run.directory = tmp_path / "runs" / "scratch"
-    train(run)
-    shutil.rmtree(run.directory / "published")
-    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-    assert result.returncode == 0, result.stderr
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    exported = exported_by_settings(folder, SETTINGS, tmp_path, cli_here)
+    again = transformers.AutoModelForMaskedLM.from_pretrained(exported, dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again.eval()(TOKENS).logits, library(TOKENS).logits)
 

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from seeing_gemma import CONFIG, changed, config_of, distances, sample
+from beside_library import changed
+from seeing_gemma import CONFIG, config_of, distances, sample
 
 TOLERANCE = 1e-10
 LENGTH = 44

@@ -1,20 +1,19 @@
 """Every field of a config.json of Gemma 3 with images, and of its two mappings, is honoured or refused by name."""
 
-import dataclasses
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed, library_config
+from form_claims import assert_null_is_of_library, assert_refused, assert_rows_of_library
 from mplug_gemma import Gemma
-from seeing_gemma import CONFIG, changed, config_of
-from transformers import AutoConfig
+from seeing_gemma import CONFIG, config_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mplug_nn import FormField, PublicForm, UnusedField, form_of, written_config
-from mplug_nn.public_form import same_value
+from mplug_nn import FormField, PublicForm, written_config
 
 MAPPINGS = ("text_config", "vision_config")
 (FORM,) = (form for form in Gemma.public_forms if form.model_type == "gemma3")
@@ -32,22 +31,12 @@ def parts() -> dict[str, tuple[PublicForm, Any]]:
 
 @pytest.mark.parametrize("name", parts())
 def test_every_field_of_the_librarys_class_is_in_one_row_with_the_librarys_default(name: str) -> None:
-    form, library = parts()[name]
-    assert not set(form.fields) & set(form.aliases)
-    declared = dataclasses.fields(library)
-    names = {*library().to_dict(), *(one.name for one in declared), *library.attribute_map.values()}
-    names |= set(library.attribute_map)
-    assert names <= {*form.fields, *form.aliases}, f"no row has {names - {*form.fields, *form.aliases}}"
-    for one in declared:
-        row = form.fields.get(form.aliases.get(one.name, one.name))
-        if row is not None and not isinstance(row, UnusedField | FormField):
-            assert row.default is one.default or same_value(row.default, one.default), one.name
+    assert_rows_of_library(*parts()[name])
 
 
-def again(given: dict[str, Any]) -> dict[str, Any]:
+def again(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the library makes of a config.json, as it saves it."""
-    fields = {name: value for name, value in given.items() if name not in ("model_type", "architectures")}
-    found: dict[str, Any] = AutoConfig.for_model(given["model_type"], **fields).to_dict()
+    found: dict[str, Any] = library_config(given).to_dict()
     return found
 
 
@@ -88,14 +77,8 @@ def test_what_the_tower_does_not_compute_does_not_prevent_an_export() -> None:
 
 
 def test_null_is_refused_or_means_what_the_library_makes_of_it() -> None:
-    for mapping in MAPPINGS:
-        for name in CONFIG[mapping].keys() - {"model_type"}:
-            given = changed(CONFIG, {f"{mapping}.{name}": None})
-            try:
-                found = config_of(given)
-            except ValueError:
-                continue
-            assert found.computes_like(config_of(again(given))), f"{mapping}.{name}"
+    names = [f"{mapping}.{name}" for mapping in MAPPINGS for name in CONFIG[mapping].keys() - {"model_type"}]
+    assert_null_is_of_library(names, lambda name: changed(CONFIG, {name: None}), config_of, again)
 
 
 def test_the_short_config_of_the_released_folders_is_the_preset() -> None:
@@ -192,7 +175,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(case: str) -> None:
     changes, sentence = REFUSED[case]
-    given = changed(CONFIG, changes)
-    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
-        form_of(Gemma.public_forms, given).read(given)
-    assert len(str(refused.value).splitlines()) == 1
+    assert_refused(config_of, changed(CONFIG, changes), sentence)

@@ -12,10 +12,19 @@ transformers = pytest.importorskip("transformers")
 images = pytest.importorskip("PIL.Image")
 processors = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
 
+from asked_models import (  # noqa: E402
+    QUESTIONS,
+    answers,
+    assert_layout_answers_alike,
+    greedy,
+    write_picture,
+    write_questions,
+    write_tokenizer,
+)
+from beside_library import seeing_library  # noqa: E402
 from library_models import wide  # noqa: E402
-from mplug_generate.command import command  # noqa: E402
 from published import save  # noqa: E402
-from seeing_gemma import CONFIG, END, IMAGE, START, TOWER, V, library_of  # noqa: E402
+from seeing_gemma import CONFIG, END, IMAGE, START, TOWER, V  # noqa: E402
 
 SIDE, TOKENS_OF_IMAGE = TOWER["image_size"], CONFIG["mm_tokens_per_image"]
 PREPARATION: dict[str, Any] = {
@@ -29,34 +38,20 @@ TEMPLATE = (
     "{% for part in message.content %}{% if part.type == 'image' %}<|start|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}<|answer|>"
 )
-QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8"], ["b.png"]]
-"""Texts and files of pictures."""
+OPTIONS = ("--chat", "--set", f"model.vision.blank_line_token={BLANK}")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a model, with pictures and a file of questions, and the library's model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("gemma3")
-    library = save(library_of(CONFIG), folder, num_shards=1)
+    library = save(seeing_library(CONFIG), folder, num_shards=1)
     special = {"<|image|>": IMAGE, "<|start|>": START, "<|end|>": END, "<|user|>": USER, "<|answer|>": ANSWER}
-    words = {f"w{number}": number for number in range(V) if number not in special.values()}
-    tokenizer = Tokenizer(models.WordLevel({**words, **special}, unk_token="w0"))
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    write_tokenizer(folder, V, special, TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
-    generator = torch.Generator().manual_seed(5)
-    for name, size in (("a.png", (16, 9)), ("b.png", (19, 20))):
-        colours = torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8)
-        images.fromarray(colours.numpy()).save(folder / name)
-    lines = []
-    for question in QUESTIONS:
-        parts = [{"type": "image", "image": x} if x.endswith("png") else {"type": "text", "text": x} for x in question]
-        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}))
-    (folder / "questions.jsonl").write_text("\n".join(lines))
+    write_picture(folder / "a.png", 16, 9, seed=2)
+    write_picture(folder / "b.png", 19, 20, seed=12)
+    write_questions(folder, QUESTIONS)
     return folder, library
 
 
@@ -74,20 +69,8 @@ def of_library(folder: Path, library: Any, question: Sequence[str]) -> list[int]
     if pictures:
         made = processors.Gemma3ImageProcessorPil(**PREPARATION)(pictures, return_tensors="pt")
         options["pixel_values"] = made["pixel_values"].double()
-    with wide("gemma3"), torch.no_grad():
-        found = library.double().generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
-    answer: list[int] = found[0, ids.shape[1] :].tolist()
-    return answer
-
-
-def answers(folder: Path, *options: str) -> list[str]:
-    """What the command writes for the file of questions."""
-    output = folder / "answers.jsonl"
-    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / "questions.jsonl"), "--device", "cpu"]
-    words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
-    words += ["--set", f"model.vision.blank_line_token={BLANK}"]
-    command.main([*words, *options], standalone_mode=False)
-    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+    with wide("gemma3"):
+        return greedy(library, ids, TOKENS, options)
 
 
 @pytest.mark.wide("families")
@@ -97,8 +80,8 @@ def test_greedy_answers_are_those_of_the_library(made: tuple[Path, Any]) -> None
     found = [of_library(folder, library, question) for question in QUESTIONS]
     expected = [" ".join(f"w{token}" for token in answer if token < IMAGE or token == BLANK) for answer in found]
     assert len(set(" ".join(expected).split())) > 6
-    assert answers(folder) == expected
-    assert answers(folder, "--batch-size", "2") == expected
+    assert answers(folder, TOKENS, *OPTIONS) == expected
+    assert answers(folder, TOKENS, *OPTIONS, "--batch-size", "2") == expected
 
 
 LAYOUTS = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("tp2", "pp2")]
@@ -106,8 +89,4 @@ LAYOUTS = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[Path, Any]) -> None:
-    """In one batch, and each alone: then a batch has no picture at all."""
-    folder, _ = made
-    expected = answers(folder)
-    assert answers(folder, "--parallel", layout) == expected
-    assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected
+    assert_layout_answers_alike(made[0], TOKENS, layout, *OPTIONS)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from coded_pictures import MODES, coded_picture
 from mplug_gemma.processor import ACROSS, BEFORE, BEHIND, VisionProcessor, crops_of
 from mplug_gemma.stream import groups_of, tower_order
 from mplug_gemma.vision import PanAndScan, VisionConfig
@@ -16,27 +17,9 @@ from mplug_streams import Medium
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
 images = pytest.importorskip("transformers.image_utils")
-MODES = ("RGB", "L", "RGBA", "P", "CMYK", "I;16", "LA", "1")
-FORMATS = {"CMYK": "JPEG", "I;16": "PNG", "RGB": "JPEG"}
-ORIENTATION = 0x0112
 IDS = {"image_token": 55, "start_token": 56, "end_token": 57, "blank_line_token": 58}
 SMALL = VisionConfig(image_size=24, patch_size=4, tokens_per_image=4, hidden_size=8, num_attention_heads=1, **IDS)
 """Pictures of 6 x 6 patches, in squares of 3 x 3."""
-
-
-def file_of(number: int, mode: str) -> bytes:
-    """A picture of random colours with a random size, of which every third is turned by its EXIF entry."""
-    drawn = np.random.default_rng(number)
-    height, width = (int(size) for size in drawn.integers(1, 90, 2))
-    if mode == "I;16":
-        picture = Image.fromarray(drawn.integers(0, 1 << 16, (height, width), dtype=np.uint16))
-    else:
-        picture = Image.fromarray(drawn.integers(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
-    data, exif = io.BytesIO(), Image.Exif()
-    if number % 3 == 0:
-        exif[ORIENTATION] = 1 + number % 8
-    picture.save(data, FORMATS.get(mode, "PNG"), exif=exif)
-    return data.getvalue()
 
 
 def test_patches_are_those_of_the_library() -> None:
@@ -46,7 +29,7 @@ def test_patches_are_those_of_the_library() -> None:
     theirs = library.Gemma3ImageProcessorPil(size=size, image_mean=vision.pixel_mean, image_std=vision.pixel_std)
     processor, side = VisionProcessor(vision), vision.patch_size
     for number in range(200):
-        data = file_of(number, MODES[number % len(MODES)])
+        data = coded_picture(number, MODES[number % len(MODES)])
         pixels = theirs(images.load_image(Image.open(io.BytesIO(data))), return_tensors="pt")["pixel_values"][0]
         medium = processor.prepare(decode_picture(data))
         expected = torch.nn.functional.unfold(pixels[None], side, stride=side)[0].T  # the library's convolution
@@ -59,11 +42,11 @@ def test_a_picture_has_a_token_for_each_pooled_row_between_a_start_and_an_end() 
     assert pictures(1)[0].tokens == (58, 56, 55, 55, 55, 55, 57, 58)
     assert processor.placeholders == {55}
     plain = VisionProcessor(SMALL.model_copy(update={"blank_line_token": None}))
-    assert plain.prepare(decode_picture(file_of(1, "RGB"))).tokens == (56, 55, 55, 55, 55, 57)
+    assert plain.prepare(decode_picture(coded_picture(1, "RGB"))).tokens == (56, 55, 55, 55, 55, 57)
 
 
 def pictures(*numbers: int) -> list[Medium]:
-    return [VisionProcessor(SMALL).prepare(decode_picture(file_of(number, "RGB"))) for number in numbers]
+    return [VisionProcessor(SMALL).prepare(decode_picture(coded_picture(number, "RGB"))) for number in numbers]
 
 
 def test_squares_of_patches_are_consecutive_rows() -> None:
@@ -175,7 +158,7 @@ def test_crops_and_the_tokens_around_them_are_those_of_the_library() -> None:
     processor, (theirs, tokenizer) = VisionProcessor(SMALL.model_copy(update={"pan_and_scan": CROPS})), librarys()
     numbers = set()
     for number in range(200):
-        data = file_of(number, MODES[number % len(MODES)])
+        data = coded_picture(number, MODES[number % len(MODES)])
         picture = images.load_image(Image.open(io.BytesIO(data)))
         expected = theirs(text="a<start>b", images=[picture], return_tensors="pt", **OPTIONS)
         medium = processor.prepare(decode_picture(data)).written(
@@ -207,7 +190,7 @@ def test_each_crop_is_a_picture_of_its_own_in_the_tower_and_in_the_text() -> Non
 def test_pictures_are_restored_from_the_entries_of_a_micro_batch() -> None:
     processor = VisionProcessor(SMALL.model_copy(update={"pan_and_scan": CROPS, "pixel_std": (0.2, 0.3, 0.4)}))
     long = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (1, 12, 24, 3), dtype=np.uint8))
-    contents = [decode_picture(file_of(number, "RGB")) for number in (2, 3)]
+    contents = [decode_picture(coded_picture(number, "RGB")) for number in (2, 3)]
     media = [processor.prepare(one).written(lambda _: [1]) for one in (contents[0], long, contents[1])]
     rows = [[*media[0].tokens, *media[1].tokens], [1, *media[2].tokens]]
     length = max(map(len, rows))

@@ -5,30 +5,31 @@ The tensors have their names in released folders, which the library reads, and k
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-import torch
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from beside_library import Seen, seeing_library  # noqa: E402
 from exported_folders import ONE_STEP as STEP  # noqa: E402
 from exported_folders import assert_exported_as_it_was  # noqa: E402
+from folder_claims import (  # noqa: E402
+    assert_described_to_library,
+    assert_logits_of_library,
+    assert_needs_pictures,
+    assert_text_alone_is_of_library,
+    exported_by_settings,
+)
 from mplug_gemma.vision import PanAndScan  # noqa: E402
-from mplug_huggingface_format.opened import open_folder  # noqa: E402
-from published import loaded, rewritten, run_of, save  # noqa: E402
-from seeing_gemma import CONFIG, Seen, config_of, library_of, micro_batch, sample  # noqa: E402
+from published import rewritten, run_of, save  # noqa: E402
+from seeing_gemma import CONFIG, config_of, micro_batch, sample  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
-from mplug.model.build import allocate_parts, build_model  # noqa: E402
-from mplug.training.loop import train  # noqa: E402
-from mplug_pretrained.public_load import fill_from, weights_of  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 44}
 SETTINGS["model.vision.blank_line_token"] = 10
 ONE_STEP = {**SETTINGS, **STEP}
@@ -44,7 +45,7 @@ def released(found: dict[str, Tensor]) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("gemma3")
-    library = save(library_of(CONFIG), folder)
+    library = save(seeing_library(CONFIG), folder)
     shutil.copytree(folder, folder / "of_the_library")
     rewritten(folder, released)
     return folder, library
@@ -55,20 +56,10 @@ def images() -> Seen:
     return micro_batch([sample(one, 44, seed, 9) for seed, one in enumerate(parts)], config_of(CONFIG))
 
 
-def narrow(entries: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for name, x in entries.items()}
-
-
 @pytest.mark.parametrize("names", ["", "of_the_library"])
 def test_a_folder_gives_the_librarys_logits(made: tuple[Path, Any], names: str) -> None:
     folder, library = made
-    _, model = loaded(folder / names, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
-    seen = images()
-    with torch.no_grad():
-        expected = library(**narrow(seen.theirs)).logits
-        found = model.logits(narrow(seen.ours))
-    assert expected.abs().max() > 0.5
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_logits_of_library(folder / names, library, images(), SETTINGS)
 
 
 def test_a_run_of_a_folder_is_exported_as_that_folder(made: tuple[Path, Any], tmp_path: Path, cli_here: Cli) -> None:
@@ -82,36 +73,13 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
 ) -> None:
     """The config is written by the family, not kept: the settings alone describe the model."""
     folder, library = made
-    run = run_of(folder, ONE_STEP)
-    run.directory = tmp_path / "runs" / "scratch"
-    train(run)
-    shutil.rmtree(run.directory / "published")
-    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-    assert result.returncode == 0, result.stderr
-    again = transformers.AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "exported", dtype=torch.float32, attn_implementation="eager"
-    )
-    seen = narrow(images().theirs)
-    with torch.no_grad():
-        assert torch.equal(again(**seen).logits, library(**seen).logits)
+    assert_described_to_library(exported_by_settings(folder, ONE_STEP, tmp_path, cli_here), library, images())
 
 
 def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[Path, Any]) -> None:
-    """A run that only runs forward needs no images: the tower and the groups of positions are then left out."""
-    folder, library = made
-    run = run_of(folder)
-    run.trains = False
-    model = build_model(run)
+    """The tower and the groups of positions are left out."""
+    model = assert_text_alone_is_of_library(*made)
     assert not any("position groups" in filled.site.needs for filled in model.slots)
-    allocate_parts(run, model)
-    fill_from(open_folder(folder), run, model, weights_of(model))
-    model.module.eval()
-    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
-    zeros = torch.zeros(2, dtype=torch.int64)
-    batch = {"tokens": tokens, "positions": torch.arange(24)[None], "sample_ids": zeros, "keys": zeros}
-    with torch.no_grad():
-        expected = library(input_ids=tokens, use_cache=False).logits
-        assert (model.logits(batch) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_a_folders_preprocessor_config_says_how_pictures_are_cropped(made: tuple[Path, Any], tmp_path: Path) -> None:
@@ -147,6 +115,4 @@ def test_a_folders_preprocessor_config_says_how_pictures_are_cropped(made: tuple
 
 
 def test_a_folder_is_refused_on_text_alone(made: tuple[Path, Any]) -> None:
-    folder, _ = made
-    with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
-        loaded(folder)
+    assert_needs_pictures(made[0])

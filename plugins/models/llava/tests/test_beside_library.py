@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed
 from llava_models import CONFIGS, TILED, config_of, distances, distances_of, tiled_micro_batch
-from seeing_models import changed
 
 TOLERANCE = 1e-10
 

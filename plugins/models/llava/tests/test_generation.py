@@ -13,8 +13,17 @@ transformers = pytest.importorskip("transformers")
 images = pytest.importorskip("PIL.Image")
 processors = pytest.importorskip("transformers.models.llava_onevision.image_processing_pil_llava_onevision")
 
+from asked_models import (  # noqa: E402
+    QUESTIONS,
+    answers,
+    assert_layout_answers_alike,
+    greedy,
+    words_of,
+    write_picture,
+    write_questions,
+    write_tokenizer,
+)
 from llava_models import IMAGE, SIDE, TILED, VIDEO, V, config_of, library_in_fp64, library_of  # noqa: E402
-from mplug_generate.command import command  # noqa: E402
 from mplug_llava.processor import TileProcessor  # noqa: E402
 from published import save  # noqa: E402
 
@@ -33,8 +42,7 @@ TEMPLATE = (
     "{% elif part.type == 'video' %}<video>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}<|answer|>"
 )
-QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8"], ["b.png"]]
-QUESTIONS += [["w9", "video", "w5"], ["a.png", "video"]]
+ASKED = [*QUESTIONS, ["w9", "video", "w5"], ["a.png", "video"]]
 """Texts, files of pictures, and a video."""
 FRAMES, CELLS = ("b.png", "c.png", "d.png"), -(-(SIDE // TILED["vision_config"]["patch_size"]) // 2)
 """The frames of the video, and the cells of a frame's side that stand in the text."""
@@ -43,35 +51,18 @@ FRAMES, CELLS = ("b.png", "c.png", "d.png"), -(-(SIDE // TILED["vision_config"][
 VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 2}
 
 
-def part_of(word: str) -> dict[str, str]:
-    return {"type": "image", "image": word} if word.endswith("png") else {"type": "text", "text": word}
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a model, with pictures and a file of questions, and the library's model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("tiled")
     library = save(library_of(TILED, torch.float32), folder, num_shards=1)
     special = {"<image>": IMAGE, "<video>": VIDEO, "<|user|>": USER, "<|answer|>": ANSWER}
-    words = {f"w{number}": number for number in range(V) if number not in special.values()}
-    tokenizer = Tokenizer(models.WordLevel({**words, **special}, unk_token="w0"))
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    write_tokenizer(folder, V, special, TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
-    generator = torch.Generator().manual_seed(5)
-    for name, size in (("a.png", (16, 9)), *((frame, (19, 20)) for frame in FRAMES)):
-        images.fromarray(torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8).numpy()).save(
-            folder / name
-        )
-    lines = []
-    for question in QUESTIONS:
-        parts = [VIDEO_PART if x == "video" else part_of(x) for x in question]
-        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}))
-    (folder / "questions.jsonl").write_text("\n".join(lines))
+    write_picture(folder / "a.png", 16, 9)
+    for number, frame in enumerate(FRAMES):
+        write_picture(folder / frame, 19, 20, seed=number)
+    write_questions(folder, ASKED, {"video": VIDEO_PART})
     return folder, library
 
 
@@ -101,25 +92,14 @@ def of_library(folder: Path, library: Any, question: Sequence[str]) -> list[int]
         options["pixel_values"] = options["pixel_values"].double()
     if videos:
         options["pixel_values_videos"] = torch.stack(videos)
-    with library_in_fp64(TILED), torch.no_grad():
-        found = library.double().generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
-    answer: list[int] = found[0, ids.shape[1] :].tolist()
-    return answer
-
-
-def answers(folder: Path, *options: str) -> list[str]:
-    """What the command writes for the file of questions."""
-    output = folder / "answers.jsonl"
-    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / "questions.jsonl"), "--device", "cpu"]
-    words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
-    command.main([*words, *options], standalone_mode=False)
-    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+    with library_in_fp64(TILED):
+        return greedy(library, ids, TOKENS, options)
 
 
 def test_answers_are_those_of_the_library_together_and_with_a_cache(made: tuple[Path, Any]) -> None:
     folder, library = made
-    expected = [of_library(folder, library, question) for question in QUESTIONS]
-    assert answers(folder) == [" ".join(f"w{token}" for token in answer if token < IMAGE) for answer in expected]
+    expected = [words_of(of_library(folder, library, question), IMAGE) for question in ASKED]
+    assert answers(folder, TOKENS, "--chat") == expected
 
 
 LAYOUTS = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("tp2", "pp2")]
@@ -127,8 +107,4 @@ LAYOUTS = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[Path, Any]) -> None:
-    """In one batch, and each alone: then a batch has no picture at all."""
-    folder, _ = made
-    expected = answers(folder)
-    assert answers(folder, "--parallel", layout) == expected
-    assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected
+    assert_layout_answers_alike(made[0], TOKENS, layout, "--chat")

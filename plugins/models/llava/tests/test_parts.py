@@ -7,21 +7,21 @@ The reference is a whole model of the transformers library, whose parts the libr
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
 from begun_runs import begun  # noqa: E402
+from beside_library import changed  # noqa: E402
 from exported_folders import ONE_STEP  # noqa: E402
 from llava_models import CONFIGS, IMAGE, config_of, library_in_fp64, library_of, micro_batch  # noqa: E402
 from mplug_llava.published_towers import CLIP_ALONE, SIGLIP_ALONE  # noqa: E402
 from published import edited, resolved, rewritten  # noqa: E402
-from seeing_models import changed  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
 from mplug.cli.train_start import beginning  # noqa: E402
@@ -175,7 +175,7 @@ def test_every_kind_of_folder_is_what_the_library_loads(kind: str, form: str, fo
 
 @pytest.mark.wide("families")
 def test_an_export_of_a_first_stage_has_both_parts_and_the_library_loads_it(
-    folders: Made, tmp_path: Path, cli_here: Callable[..., CompletedProcess[str]]
+    folders: Made, tmp_path: Path, cli_here: Cli
 ) -> None:
     """Only the projector is trained. A resumed run keeps the model, also when the folders are gone."""
     own = [shutil.copytree(folder, tmp_path / folder.name) for folder in (folders.tower, folders.decoder)]

@@ -3,31 +3,32 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from beside_library import Seen, changed  # noqa: E402
 from exported_folders import ONE_STEP as STEP  # noqa: E402
 from exported_folders import assert_exported_as_it_was  # noqa: E402
-from llava_models import CONFIGS, TILED, Seen, config_of, library_of, micro_batch, tiled_micro_batch  # noqa: E402
-from mplug_huggingface_format.opened import open_folder  # noqa: E402
+from folder_claims import (  # noqa: E402
+    assert_described_to_library,
+    assert_logits_of_library,
+    assert_needs_pictures,
+    assert_text_alone_is_of_library,
+    exported_by_settings,
+)
+from llava_models import CONFIGS, TILED, config_of, library_of, micro_batch, tiled_micro_batch  # noqa: E402
 from mplug_llava.preparation import CLIP_MEAN, CLIP_STD  # noqa: E402
-from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
-from seeing_models import changed  # noqa: E402
+from published import edited, rewritten, run_of, save, tensors  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
-from mplug.model.build import allocate_parts, build_model  # noqa: E402
-from mplug.training.loop import train  # noqa: E402
-from mplug_pretrained.public_load import fill_from, weights_of  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {**SETTINGS, **STEP}
 ALL = {**CONFIGS, "tiled": TILED}
@@ -50,10 +51,6 @@ def as_released(found: dict[str, Tensor]) -> None:
         found[RELEASED + name.removeprefix(LIBRARY)] = found.pop(name)
 
 
-def narrow(entries: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for name, x in entries.items()}
-
-
 def seen_by(kind: str) -> Seen:
     """A micro batch with pictures, with videos too if the model has tiles."""
     config = config_of(ALL[kind])
@@ -65,13 +62,7 @@ def seen_by(kind: str) -> Seen:
 @pytest.mark.wide("families", quick=["tiled", "llama"])
 def test_a_folder_gives_the_librarys_logits(made: tuple[str, Path, Any]) -> None:
     kind, folder, library = made
-    _, model = loaded(folder, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
-    seen = seen_by(kind)
-    with torch.no_grad():
-        expected = library(**narrow(seen.theirs)).logits
-        found = model.logits(narrow(seen.ours))
-    assert expected.abs().max() > 0.5
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_logits_of_library(folder, library, seen_by(kind), SETTINGS)
 
 
 @pytest.mark.wide("families", quick=["llama"])
@@ -89,37 +80,14 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
 ) -> None:
     """The config is written by both families, not kept: the settings alone describe the model."""
     kind, folder, library = made
-    run = run_of(folder, ONE_STEP)
-    run.directory = tmp_path / "runs" / "scratch"
-    train(run)
-    shutil.rmtree(run.directory / "published")
-    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-    assert result.returncode == 0, result.stderr
-    assert any(name.startswith(RELEASED) for name in tensors(tmp_path / "exported"))
-    again = transformers.AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "exported", dtype=torch.float32, attn_implementation="eager"
-    )
-    seen = narrow(seen_by(kind).theirs)
-    with torch.no_grad():
-        assert torch.equal(again(**seen).logits, library(**seen).logits)
+    exported = exported_by_settings(folder, ONE_STEP, tmp_path, cli_here)
+    assert any(name.startswith(RELEASED) for name in tensors(exported))
+    assert_described_to_library(exported, library, seen_by(kind))
 
 
 @pytest.mark.wide("families", quick=["llama"])
 def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[str, Path, Any]) -> None:
-    """A run that only runs forward needs no pictures: the tower is then left out."""
-    _, folder, library = made
-    run = run_of(folder)
-    run.trains = False
-    model = build_model(run)
-    allocate_parts(run, model)
-    fill_from(open_folder(folder), run, model, weights_of(model))
-    model.module.eval()
-    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
-    zeros = torch.zeros(2, dtype=torch.int64)
-    batch = {"tokens": tokens, "positions": torch.arange(24)[None], "sample_ids": zeros, "keys": zeros}
-    with torch.no_grad():
-        expected = library(input_ids=tokens, use_cache=False).logits
-        assert (model.logits(batch) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_text_alone_is_of_library(*made[1:])
 
 
 def test_settings_that_contradict_the_folder_are_refused_with_the_field_of_the_decoder(
@@ -136,9 +104,7 @@ def test_settings_that_contradict_the_folder_are_refused_with_the_field_of_the_d
 
 
 def test_a_folder_is_refused_on_text_alone(made: tuple[str, Path, Any]) -> None:
-    _, folder, _ = made
-    with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
-        loaded(folder)
+    assert_needs_pictures(made[1])
 
 
 PREPARATION = {
@@ -195,12 +161,7 @@ def test_a_folders_preprocessor_config_says_how_pictures_become_tiles(
             (other / name).unlink()
         vision = run_of(other, SETTINGS).config.model.vision
         assert (vision.pixel_mean, vision.pixel_std) == ((0.5, 0.4, 0.3), (0.5, 0.3, 0.2))
-        run = run_of(other, ONE_STEP)
-        run.directory = tmp_path / "runs" / "scratch"
-        train(run)
-        shutil.rmtree(run.directory / "published")
-        result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-        assert result.returncode == 0, result.stderr
+        exported_by_settings(other, ONE_STEP, tmp_path, cli_here)
 
 
 REFUSED_TILES: dict[str, tuple[dict[str, Any], str]] = {

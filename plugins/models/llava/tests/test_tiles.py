@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from coded_pictures import MODES, coded_picture
 from mplug_llava.config import LlavaConfig
 from mplug_llava.processor import TileProcessor
 from mplug_llava.squares import cut
@@ -24,9 +25,6 @@ pictures = pytest.importorskip("transformers.models.llava_onevision.image_proces
 texts = pytest.importorskip("transformers.models.llava_onevision.processing_llava_onevision")
 images = pytest.importorskip("transformers.image_utils")
 tokenizers = pytest.importorskip("tokenizers")
-MODES = ("RGB", "L", "RGBA", "P", "CMYK", "I;16", "LA", "1")
-FORMATS = {"CMYK": "JPEG", "I;16": "PNG", "RGB": "JPEG"}
-ORIENTATION = 0x0112
 SIDE, IMAGE, VIDEO = 12, 7, 8
 RESOLUTIONS = [[12, 12], [12, 36], [24, 24], [36, 12], [24, 36]]
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.3, 0.2)
@@ -79,27 +77,12 @@ def librarys() -> Any:
     )
 
 
-def file_of(number: int, mode: str) -> bytes:
-    """A picture of random colours with a random size, of which every third is turned by its EXIF entry."""
-    drawn = np.random.default_rng(number)
-    height, width = (int(size) for size in drawn.integers(1, 90, 2))
-    if mode == "I;16":
-        picture = Image.fromarray(drawn.integers(0, 1 << 16, (height, width), dtype=np.uint16))
-    else:
-        picture = Image.fromarray(drawn.integers(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
-    data, exif = io.BytesIO(), Image.Exif()
-    if number % 3 == 0:
-        exif[ORIENTATION] = 1 + number % 8
-    picture.save(data, FORMATS.get(mode, "PNG"), exif=exif)
-    return data.getvalue()
-
-
 def test_tiles_and_tokens_are_those_of_the_library() -> None:
     """Samples of one picture and of two: 200 pictures."""
     ours, theirs, read = processor(), librarys(), 0
     while read < 200:
         number = 1 + read % 2
-        files = [file_of(read + one, MODES[(read + one) % len(MODES)]) for one in range(number)]
+        files = [coded_picture(read + one, MODES[(read + one) % len(MODES)]) for one in range(number)]
         read += number
         loaded = [images.load_image(Image.open(io.BytesIO(data))) for data in files]
         expected = theirs(images=[loaded], text=["a " + "<image> a " * number], return_tensors="pt")

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed
 from mplug_qwen_vl.stream import Grid
-from seeing_models import CONFIGS, Sample, changed, config_of, distances, sample
+from seeing_models import CONFIGS, Sample, config_of, distances, sample
 
 TOLERANCE = 1e-10
 LENGTH = 60

@@ -1,19 +1,19 @@
 """Every field of a config.json, and of the two mappings in it, is honoured or refused by name."""
 
-import dataclasses
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from beside_library import changed, library_config
+from form_claims import assert_null_is_of_library, assert_refused, assert_rows_of_library
 from mplug_qwen_vl import QwenVL
-from seeing_models import CONFIGS, changed, config_of
+from seeing_models import CONFIGS, config_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mplug_nn import FormField, PublicForm, UnusedField, form_of, written_config
-from mplug_nn.public_values import same_value
+from mplug_nn import FormField, PublicForm, written_config
 
 FORMS = {form.model_type: form for form in QwenVL.public_forms}
 MAPPINGS = ("text_config", "vision_config")
@@ -36,24 +36,15 @@ def test_the_forms_are_those_of_the_library() -> None:
     assert set(FORMS) == {given["model_type"] for given in CONFIGS.values()}
 
 
-def plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def again(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the library makes of a config.json, as it saves it."""
+    found: dict[str, Any] = library_config(given).to_dict()
+    return found
 
 
 @pytest.mark.parametrize("name", parts())
 def test_every_field_of_the_librarys_class_is_in_one_row_with_the_librarys_default(name: str) -> None:
-    form, library = parts()[name]
-    known = {*form.fields, *form.aliases}
-    assert not set(form.fields) & set(form.aliases)
-    declared = dataclasses.fields(library)
-    saved = library().to_dict()
-    names = {*saved, *(one.name for one in declared), *library.attribute_map, *library.attribute_map.values()}
-    assert names <= known, f"no row has {names - known}"
-    for one in declared:
-        row = form.fields.get(form.aliases.get(one.name, one.name))
-        if row is not None and not isinstance(row, UnusedField | FormField):
-            default = plain(one.default)
-            assert row.default is default or same_value(row.default, default), one.name  # type: ignore[union-attr]
+    assert_rows_of_library(*parts()[name])
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -62,27 +53,14 @@ def test_what_is_written_reads_as_the_same_model(kind: str) -> None:
     written = written_config(QwenVL, config)
     assert written["model_type"] == CONFIGS[kind]["model_type"]
     assert config_of(written) == config
-    from transformers import AutoConfig
-
-    fields = {name: value for name, value in written.items() if name not in ("model_type", "architectures")}
-    again = AutoConfig.for_model(written["model_type"], **fields).to_dict()
-    assert config_of(again) == config
+    assert config_of(again(written)) == config
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_null_is_refused_or_means_what_the_library_makes_of_it(kind: str) -> None:
-    from transformers import AutoConfig
-
-    for mapping in MAPPINGS:
-        for name in CONFIGS[kind][mapping]:
-            given = changed(CONFIGS[kind], {f"{mapping}.{name}": None})
-            try:
-                found = config_of(given)
-            except ValueError:
-                continue
-            fields = {name: value for name, value in given.items() if name != "model_type"}
-            again = AutoConfig.for_model(given["model_type"], **fields).to_dict()
-            assert found.computes_like(config_of(again)), f"{mapping}.{name}"
+    given = CONFIGS[kind]
+    names = [f"{mapping}.{name}" for mapping in MAPPINGS for name in given[mapping]]
+    assert_null_is_of_library(names, lambda name: changed(given, {name: None}), config_of, again)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -137,10 +115,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(case: str) -> None:
     kind, changes, sentence = REFUSED[case]
-    given = changed(CONFIGS[kind], changes)
-    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
-        form_of(QwenVL.public_forms, given).read(given)
-    assert len(str(refused.value).splitlines()) == 1
+    assert_refused(config_of, changed(CONFIGS[kind], changes), sentence)
 
 
 RELEASED: dict[str, dict[str, Any]] = {

@@ -13,6 +13,17 @@ transformers = pytest.importorskip("transformers")
 images = pytest.importorskip("PIL.Image")
 processors = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
+from asked_models import (  # noqa: E402
+    QUESTIONS,
+    answers,
+    assert_layout_answers_alike,
+    greedy,
+    words_of,
+    write_picture,
+    write_questions,
+    write_tokenizer,
+)
+from beside_library import changed, seeing_library  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from mplug_generate.command import command  # noqa: E402
 from mplug_huggingface_format.model_config import settings_of  # noqa: E402
@@ -20,7 +31,7 @@ from mplug_qwen_vl import QwenVL  # noqa: E402
 from mplug_qwen_vl.processor import VisionProcessor  # noqa: E402
 from mplug_qwen_vl.vision import VisionConfig  # noqa: E402
 from published import rewritten, save  # noqa: E402
-from seeing_models import CONFIGS, END, IMAGE, START, VIDEO, V, changed, library_in_fp64  # noqa: E402
+from seeing_models import CONFIGS, END, IMAGE, START, VIDEO, V, library_in_fp64  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
 from mplug_nn.pictures import decode_picture  # noqa: E402
@@ -40,27 +51,6 @@ TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<|answer|>"
 )
 TOKENS, RATE = 12, 4.0
-QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8 w9 w10"], ["b.png"]]
-"""Texts and files of pictures."""
-
-
-def with_tokenizer(folder: Path) -> None:
-    """Give a folder a tokenizer of words, so that an answer shows its tokens, and a chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    special = {**SPECIAL, "<|user|>": USER, "<|answer|>": ANSWER}
-    words = {f"w{number}": number for number in range(V) if number not in special.values()}
-    tokenizer = Tokenizer(models.WordLevel({**words, **special}, unk_token="w0"))
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-
-
-def picture(path: Path, width: int, height: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    colours = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
-    images.fromarray(colours.numpy()).save(path)
 
 
 @pytest.fixture(scope="module", params=["2.5", "3", pytest.param("3-moe", marks=pytest.mark.wide("families"))])
@@ -68,12 +58,7 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
     """A kind, the folder of a model, with pictures and a file of questions, and the library's model."""
     folder, kind = tmp_path_factory.mktemp("seeing"), request.param
     given = changed(CONFIGS[kind], {"text_config.eos_token_id": None})
-    fields = {name: value for name, value in given.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
-    library = transformers.AutoModelForImageTextToText.from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
-    )
-    library = save(library, folder, num_shards=1)
+    library = save(seeing_library(given, experts_implementation="eager"), folder, num_shards=1)
     with torch.no_grad():  # other activations then give other tokens
         for parameter in library.parameters():
             parameter.mul_(2.0 if parameter.dim() > 1 else 1.0)
@@ -82,17 +67,13 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
         rewritten(
             folder, lambda found: found.update({n: x.mT.contiguous() for n, x in found.items() if ".experts." in n})
         )
-    with_tokenizer(folder)
+    write_tokenizer(folder, V, {**SPECIAL, "<|user|>": USER, "<|answer|>": ANSWER}, TEMPLATE)
     (folder / "preprocessor_config.json").write_text(
         json.dumps({**PREPARATION, "image_processor_type": "Qwen2VLImageProcessor"})
     )
-    picture(folder / "a.png", 16, 9)
-    picture(folder / "b.png", 8, 21)
-    lines = []
-    for question in QUESTIONS:
-        parts = [{"type": "image", "image": x} if x.endswith("png") else {"type": "text", "text": x} for x in question]
-        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}))
-    (folder / "questions.jsonl").write_text("\n".join(lines))
+    write_picture(folder / "a.png", 9, 16)
+    write_picture(folder / "b.png", 21, 8)
+    write_questions(folder, QUESTIONS)
     return kind, folder, library
 
 
@@ -112,20 +93,8 @@ def of_library(kind: str, folder: Path, library: Any, question: Sequence[str]) -
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
     if grids:
         options |= {"image_grid_thw": torch.cat(grids), "pixel_values": torch.cat(pixels)}
-    with library_in_fp64(CONFIGS[kind]), torch.no_grad():
-        wide = library.double()
-        found = wide.generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
-    answer: list[int] = found[0, ids.shape[1] :].tolist()
-    return answer
-
-
-def answers(folder: Path, *options: str, file: str = "questions.jsonl") -> list[str]:
-    """What the command writes for a file of questions."""
-    output = folder / "answers.jsonl"
-    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / file), "--device", "cpu"]
-    words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
-    command.main([*words, *options], standalone_mode=False)
-    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+    with library_in_fp64(CONFIGS[kind]):
+        return greedy(library, ids, TOKENS, options)
 
 
 def refused(folder: Path, *options: str) -> str:
@@ -137,18 +106,14 @@ def refused(folder: Path, *options: str) -> str:
     return str(found.value)
 
 
-def words_of(tokens: Sequence[int]) -> str:
-    return " ".join(f"w{token}" for token in tokens if token < 55)
-
-
 @pytest.mark.wide("families", quick=["3"])
 def test_greedy_answers_are_those_of_the_library(made: tuple[str, Path, Any]) -> None:
     """Questions of different lengths with none, one and two pictures in one batch; then two at a time."""
     kind, folder, library = made
-    expected = [words_of(of_library(kind, folder, library, question)) for question in QUESTIONS]
+    expected = [words_of(of_library(kind, folder, library, question), IMAGE) for question in QUESTIONS]
     assert len(set(" ".join(expected).split())) > 8
-    assert answers(folder) == expected
-    assert answers(folder, "--batch-size", "2") == expected
+    assert answers(folder, TOKENS, "--chat") == expected
+    assert answers(folder, TOKENS, "--chat", "--batch-size", "2") == expected
 
 
 WIDE = pytest.mark.wide("layouts")
@@ -158,11 +123,7 @@ DIVIDED = [("3", "tp2"), *(pytest.param(kind, one, marks=WIDE) for kind in ("2.5
 @pytest.mark.parametrize(("made", "layout"), [*DIVIDED, pytest.param("3", "pp2", marks=WIDE)], indirect=["made"])
 @pytest.mark.wide("families")
 def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[str, Path, Any]) -> None:
-    """In one batch, and each alone: then a batch has no picture at all."""
-    _, folder, _ = made
-    expected = answers(folder)
-    assert answers(folder, "--parallel", layout) == expected
-    assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected
+    assert_layout_answers_alike(made[1], TOKENS, layout, "--chat")
 
 
 def of_library_about_videos(kind: str, folder: Path, library: Any, parts: Sequence[str | list[Path]]) -> list[int]:
@@ -186,10 +147,8 @@ def of_library_about_videos(kind: str, folder: Path, library: Any, parts: Sequen
     }
     if kind == "2.5":
         options["second_per_grid_ts"] = torch.tensor([grid.seconds for grid in grids])
-    with library_in_fp64(CONFIGS[kind]), torch.no_grad():
-        found = library.double().generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
-    answer: list[int] = found[0, ids.shape[1] :].tolist()
-    return answer
+    with library_in_fp64(CONFIGS[kind]):
+        return greedy(library, ids, TOKENS, options)
 
 
 def vision_of(folder: Path) -> VisionConfig:
@@ -206,16 +165,17 @@ def test_greedy_answers_about_videos_are_those_of_the_library(made: tuple[str, P
     frames = folder / "frames"
     frames.mkdir()
     for number in range(5):
-        picture(frames / f"{number}.png", 9, 12)
+        write_picture(frames / f"{number}.png", 12, 9)
     files, some = [frames / f"{number}.png" for number in range(5)], [frames / "1.png", frames / "0.png"]
     expected = [
-        words_of(of_library_about_videos(kind, folder, library, parts)) for parts in ([files, "w7"], ["w2", some, "w3"])
+        words_of(of_library_about_videos(kind, folder, library, parts), IMAGE)
+        for parts in ([files, "w7"], ["w2", some, "w3"])
     ]
     parts = [{"type": "video", "video": [f"frames/{path.name}" for path in own], "fps": RATE} for own in (files, some)]
     texts = [{"type": "text", "text": f"w{number}"} for number in (7, 2, 3)]
     lines = [[parts[0], texts[0]], [texts[1], parts[1], texts[2]]]
     (folder / "videos.jsonl").write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
-    assert answers(folder, file="videos.jsonl") == expected
+    assert answers(folder, TOKENS, "--chat", file="videos.jsonl") == expected
     words = ["--pretrained", str(folder), "--chat", "--video", str(frames), "--fps", str(RATE), "--prompt", "w7"]
     words += ["--device", "cpu", "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
     shown = CliRunner().invoke(command, words)

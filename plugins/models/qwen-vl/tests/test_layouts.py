@@ -6,48 +6,13 @@ Micro batches hold 0 to 3 pictures a sample, of sizes that differ. Some micro ba
 from typing import Any
 
 import pytest
+import seeing_runs
+from seeing_runs import QWEN_VL, WINDOWS
 
 from mplug_testing.parity import require_parity
 
-TINY: dict[str, Any] = {
-    "model.name": "qwen-vl",
-    "model.hidden_size": 32,
-    "model.num_layers": 3,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 260,
-    "model.rope_division": "alternating",
-    "model.rope_sections": [2, 1, 1],
-    "data.media": 3,
-    "data.media_sides": [8, 24],
-    "trainer.seq_length": 32,
-}
-TOWER = {
-    "num_layers": 3,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 24,
-    "patch_size": 4,
-    "position_grid": 6,
-    "deepstack_blocks": [0, 1],
-    "image_token": 256,
-    "video_token": 257,
-    "start_token": 258,
-    "end_token": 259,
-    "min_pixels": 64,
-    "max_pixels": 400,
-    "typical_patches": 24,
-}
-WINDOWS = {
-    "position_grid": None,
-    "deepstack_blocks": [],
-    "window_size": 16,
-    "full_attention_blocks": [1],
-    "tokens_per_second": 2,
-}
-"""The tower of Qwen2.5-VL."""
+SEEN = {"data.media": 3, "data.media_sides": [8, 24], "trainer.seq_length": 32}
+TOWER = {**seeing_runs.TOWER, "typical_patches": 24}
 PACKED = {"data.documents": 3}
 FROZEN_TOWER = {"model.frozen": ["tower"]}
 FROZEN_DECODER = {"model.frozen": ["embedding", "blocks", "head"]}
@@ -66,7 +31,7 @@ SINGLY = {**BALANCED, "trainer.micro_batch_size": 1}
 CLIPPED = {"optimizer.name": "muon", "optimizer.qk_clip": 0.02, "model.qk_norm": False}
 """Logits of tokens, whose keys ranks gather, and of pictures, which are whole on a rank."""
 WIDE = pytest.mark.wide("layouts")
-CASES = [
+CASES = [  # the array `seeing` of the set `pairs` has each strategy on two ranks, also packed, compiled and balanced
     pytest.param("tp2pp2", {}, id="tp2pp2"),
     pytest.param("cp2", PACKED, id="cp2 packed"),
     pytest.param("cp2", CLIPPED, id="cp2 clipped"),
@@ -77,36 +42,21 @@ CASES = [
     pytest.param("dp2pp2", BALANCED, id="dp2pp2 balanced", marks=WIDE),
     pytest.param("cp2", {**VIDEOS, **PACKED}, id="cp2 packed videos"),
     pytest.param("tp2pp2", VIDEOS, id="tp2pp2 videos", marks=WIDE),
-    pytest.param("dp2", {**VIDEOS, **BALANCED}, id="dp2 balanced videos", marks=WIDE),
     pytest.param("fsdp2", TIMED, id="fsdp2 timed videos", marks=WIDE),
     pytest.param("cp2", TIMED, id="cp2 timed videos", marks=WIDE),
     pytest.param("tp2pp2", TIMED, id="tp2pp2 timed videos", marks=WIDE),
-    pytest.param("dp2", {}, id="dp2", marks=WIDE),
-    pytest.param("zero2", {}, id="zero2", marks=WIDE),
-    pytest.param("tp2 parallel.tp.sequence_parallel=false", {}, id="tp2 whole sequences", marks=WIDE),
     pytest.param("tp4 model.num_kv_heads=4 model.vision.num_attention_heads=4", {}, id="tp4", marks=WIDE),
-    pytest.param("pp2", {}, id="pp2", marks=WIDE),
     pytest.param("pp2", FROZEN_TOWER, id="pp2 frozen tower", marks=WIDE),
     pytest.param("pp2", FROZEN_DECODER, id="pp2 frozen decoder", marks=WIDE),
-    pytest.param("pp2 parallel.pp.schedule=zb-h1", {}, id="pp2 zb-h1", marks=WIDE),
     pytest.param("pp4", {}, id="pp4", marks=WIDE),
-    pytest.param("cp2", {}, id="cp2", marks=WIDE),
-    pytest.param("cp2 parallel.cp.method=ulysses", PACKED, id="cp2 ulysses packed", marks=WIDE),
     pytest.param("cp2pp2", {}, id="cp2pp2", marks=WIDE),
     pytest.param("dp2cp2", {}, id="dp2cp2", marks=WIDE),
     pytest.param("fsdp2tp2", {}, id="fsdp2tp2", marks=WIDE),
-    pytest.param("tp2", PACKED, id="tp2 packed", marks=WIDE),
     pytest.param("tp2", FROZEN_DECODER, id="tp2 frozen decoder", marks=WIDE),
     pytest.param("ep2", EXPERTS, id="ep2", marks=WIDE),
-    pytest.param("pp2", COMPILED, id="pp2 compiled", marks=WIDE),
-    pytest.param("cp2", COMPILED, id="cp2 compiled", marks=WIDE),
-    pytest.param("dp2", BALANCED, id="dp2 balanced", marks=WIDE),
-    pytest.param("dp2", {**BALANCED, **COMPILED}, id="dp2 balanced compiled", marks=WIDE),
-    pytest.param("dp2", {**BALANCED, "memory.recompute.mode": "full"}, id="dp2 balanced recompute", marks=WIDE),
     pytest.param("dp4", BALANCED, id="dp4 balanced", marks=WIDE),
     pytest.param("dp2cp2", {**BALANCED, **PACKED}, id="dp2cp2 balanced packed", marks=WIDE),
     pytest.param("zero2", BALANCED, id="zero2 balanced", marks=WIDE),
-    pytest.param("zero2 parallel.zero.stage=2", BALANCED, id="zero2 balanced, stage 2", marks=WIDE),
     pytest.param("fsdp2", {**BALANCED, **FROZEN_TOWER}, id="fsdp2 balanced frozen tower", marks=WIDE),
     pytest.param("dp2fsdp2", BALANCED, id="dp2fsdp2 balanced", marks=WIDE),
     pytest.param("dp2tp2 parallel.tp.sequence_parallel=false", BALANCED, id="dp2tp2 balanced whole", marks=WIDE),
@@ -121,4 +71,4 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
-    require_parity({**TINY, "model.vision": TOWER, **settings}, layout)
+    require_parity({**QWEN_VL, **SEEN, "model.vision": TOWER, **settings}, layout)

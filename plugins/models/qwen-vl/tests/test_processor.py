@@ -1,11 +1,12 @@
 """The processor of Qwen-VL makes what the library's makes, from files of all modes; what it cannot take is refused."""
 
 import io
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from coded_pictures import MODES, coded_picture
 from mplug_qwen_vl.processor import VisionProcessor, fitted
 from mplug_qwen_vl.stream import tower_order
 from mplug_qwen_vl.vision import VisionConfig
@@ -16,26 +17,8 @@ from mplug_streams import Medium
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 images = pytest.importorskip("transformers.image_utils")
-MODES = ("RGB", "L", "RGBA", "P", "CMYK", "I;16", "LA", "1")
-FORMATS = {"CMYK": "JPEG", "I;16": "PNG", "RGB": "JPEG"}
-ORIENTATION = 0x0112
 NUMBER = 200
-
-
-def file_of(number: int, mode: str) -> bytes:
-    """A picture of random colours with a random size, of which every third is turned by its EXIF entry."""
-    drawn = np.random.default_rng(number)
-    height, width = (int(size) for size in drawn.integers(4, 90, 2))
-    if mode == "I;16":
-        picture = Image.fromarray(drawn.integers(0, 1 << 16, (height, width), dtype=np.uint16))
-    else:
-        coarse = drawn.integers(0, 256, (5, 5, 3), dtype=np.uint8)
-        picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
-    data, exif = io.BytesIO(), Image.Exif()
-    if number % 3 == 0:
-        exif[ORIENTATION] = 1 + number % 8
-    picture.save(data, FORMATS.get(mode, "PNG"), exif=exif)
-    return data.getvalue()
+smooth = partial(coded_picture, smallest=4, is_smooth=True)
 
 
 @pytest.mark.parametrize(("patch", "mean"), [(14, (0.48, 0.46, 0.41)), (16, (0.5, 0.5, 0.5))])
@@ -51,7 +34,7 @@ def test_patches_and_grids_are_those_of_the_library(patch: int, mean: tuple[floa
     )
     processor = VisionProcessor(vision)
     for number in range(NUMBER // 2):
-        data = file_of(number, MODES[number % len(MODES)])
+        data = smooth(number, MODES[number % len(MODES)])
         expected = theirs(images.load_image(Image.open(io.BytesIO(data))), return_tensors="pt")
         medium = processor.prepare(decode_picture(data))
         grid, patches = medium.values
@@ -64,7 +47,7 @@ def test_patches_and_grids_are_those_of_the_library(patch: int, mean: tuple[floa
 def test_entries_refer_to_the_patches_of_each_picture() -> None:
     vision = VisionConfig(patch_size=4, min_pixels=64, max_pixels=1600, deepstack_blocks=())
     processor = VisionProcessor(vision)
-    drawn = [processor.prepare(decode_picture(file_of(number, "RGB"))) for number in range(3)]
+    drawn = [processor.prepare(decode_picture(smooth(number, "RGB"))) for number in range(3)]
     text = [[7, *drawn[0].tokens, 8, *drawn[1].tokens], [9, *drawn[2].tokens]]
     length = max(map(len, text))
     tokens = torch.tensor([row + [1] * (length - len(row)) for row in text])
@@ -86,7 +69,7 @@ def test_a_micro_batch_without_a_picture_has_one_square_that_nothing_refers_to()
 
 def pictures(*numbers: int) -> Any:
     processor = VisionProcessor(VisionConfig(patch_size=4, min_pixels=64, max_pixels=1600))
-    return processor, [processor.prepare(decode_picture(file_of(number, "RGB"))) for number in numbers]
+    return processor, [processor.prepare(decode_picture(smooth(number, "RGB"))) for number in numbers]
 
 
 def test_placeholders_and_pictures_that_do_not_fit_are_refused() -> None:
@@ -113,8 +96,8 @@ def test_pictures_that_cannot_be_taken_are_refused() -> None:
     ("data", "words"),
     [
         (b"not a picture", "the bytes are no picture in a format that Pillow reads"),
-        (file_of(1, "RGB")[:-200], "the picture is damaged"),
-        (file_of(1, "RGB"), "has more than 9 pixels"),
+        (smooth(1, "RGB")[:-200], "the picture is damaged"),
+        (smooth(1, "RGB"), "has more than 9 pixels"),
     ],
 )
 def test_bytes_that_are_no_sound_picture_are_refused(data: bytes, words: str) -> None:
@@ -134,7 +117,7 @@ def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
             pixel_std=(0.2, 0.3, 0.4),
         )
         processor = VisionProcessor(vision)
-        contents = [decode_picture(file_of(number, "RGB")) for number in range(3)]
+        contents = [decode_picture(smooth(number, "RGB")) for number in range(3)]
         contents.append(torch.cat([resize_frames(contents[0], 24, 40), resize_frames(contents[1], 24, 40)] * 2))
         media = [processor.prepare(content) for content in contents[:3]]
         media.append(processor.prepare_video(contents[3], 2, list))

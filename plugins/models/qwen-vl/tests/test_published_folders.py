@@ -1,47 +1,41 @@
 """Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from beside_library import seeing_library  # noqa: E402
 from exported_folders import ONE_STEP as STEP  # noqa: E402
 from exported_folders import assert_exported_as_it_was  # noqa: E402
-from mplug_huggingface_format.opened import open_folder  # noqa: E402
+from folder_claims import (  # noqa: E402
+    assert_described_to_library,
+    assert_logits_of_library,
+    assert_needs_pictures,
+    assert_text_alone_is_of_library,
+    exported_by_settings,
+)
 from mplug_qwen_vl.stream import Grid  # noqa: E402
 from published import edited, loaded, logits, rewritten, run_of, save  # noqa: E402
 from seeing_models import CONFIGS, config_of, micro_batch, sample  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
-from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
-from mplug_pretrained.public_load import fill_from, weights_of  # noqa: E402
 
-Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {**SETTINGS, **STEP}
-
-
-def library_of(kind: str) -> Any:
-    given = CONFIGS[kind]
-    config = transformers.AutoConfig.for_model(
-        given["model_type"], **{name: value for name, value in given.items() if name != "model_type"}
-    )
-    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
-    library = save(library_of(request.param), folder)
+    library = save(seeing_library(CONFIGS[request.param]), folder)
     if request.param == "3-moe":
         rewritten(folder, transpose_experts)
     preparation = {"patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 400}, "image_mean": [0.3, 0.4, 0.5]}
@@ -94,19 +88,9 @@ def images(kind: str) -> Any:
     return micro_batch(samples, config_of(CONFIGS[kind]))
 
 
-def narrow(entries: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for name, x in entries.items()}
-
-
 def test_a_folder_gives_the_librarys_logits(made: tuple[str, Path, Any]) -> None:
     kind, folder, library = made
-    _, model = loaded(folder, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
-    seen = images(kind)
-    with torch.no_grad():
-        expected = library(**narrow(seen.theirs)).logits
-        found = model.logits(narrow(seen.ours))
-    assert expected.abs().max() > 0.5
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_logits_of_library(folder, library, images(kind), SETTINGS)
 
 
 @pytest.mark.wide("families", quick=["3-moe"])
@@ -123,42 +107,16 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
 ) -> None:
     """The config is written by the family, not kept: the settings alone describe the model."""
     kind, folder, library = made
-    run = run_of(folder, ONE_STEP)
-    run.directory = tmp_path / "runs" / "scratch"
-    train(run)
-    shutil.rmtree(run.directory / "published")
-    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-    assert result.returncode == 0, result.stderr
-    again = transformers.AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "exported", dtype=torch.float32, attn_implementation="eager"
-    )
-    seen = narrow(images(kind).theirs)
-    with torch.no_grad():
-        assert torch.equal(again(**seen).logits, library(**seen).logits)
+    assert_described_to_library(exported_by_settings(folder, ONE_STEP, tmp_path, cli_here), library, images(kind))
 
 
 @pytest.mark.wide("families", quick=["3-moe"])
 def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[str, Path, Any]) -> None:
-    """A run that only runs forward needs no images: the tower is then left out."""
-    _, folder, library = made
-    run = run_of(folder)
-    run.trains = False
-    model = build_model(run)
-    allocate_parts(run, model)
-    fill_from(open_folder(folder), run, model, weights_of(model))
-    model.module.eval()
-    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
-    zeros = torch.zeros(2, dtype=torch.int64)
-    batch = {"tokens": tokens, "positions": torch.arange(24)[None], "sample_ids": zeros, "keys": zeros}
-    with torch.no_grad():
-        expected = library(input_ids=tokens, use_cache=False).logits
-        assert (model.logits(batch) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_text_alone_is_of_library(*made[1:])
 
 
 def test_a_folder_is_refused_on_text_alone(made: tuple[str, Path, Any]) -> None:
-    _, folder, _ = made
-    with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
-        loaded(folder)
+    assert_needs_pictures(made[1])
 
 
 @pytest.mark.wide("families", quick=["3"])
@@ -181,7 +139,7 @@ def test_the_decoder_of_a_folder_is_tuned_on_text_without_its_tower(
 
 
 def test_the_flat_config_of_the_released_second_generation_is_read(tmp_path: Path) -> None:
-    save(library_of("2.5"), tmp_path, num_shards=1)
+    save(seeing_library(CONFIGS["2.5"]), tmp_path, num_shards=1)
     config = json.loads((tmp_path / "config.json").read_text())
     nested = run_of(tmp_path, SETTINGS).config.model
     text = config.pop("text_config")

@@ -1,6 +1,5 @@
 """Greedy texts are those of the transformers library, token by token, and the encoder runs once for each batch."""
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,12 +10,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from mplug_generate.command import command  # noqa: E402
+from asked_models import answers  # noqa: E402
 from mplug_t5.blocks import EncoderEnd  # noqa: E402
 from published import edited, save  # noqa: E402
 from t5_models import TINY, V, library_of  # noqa: E402
 
-START, END, TOKENS = 3, 1, 16
+START, END, TOKENS, FILE = 3, 1, 16, "prompts.txt"
 PROMPTS = ("w5 w9 w11", "w7 w8 w9 w10 w11 w12 w13", "w2", "w5 w9 w11")
 GIVEN = {**TINY, "num_heads": 4, "tie_word_embeddings": True, "decoder_start_token_id": START}
 
@@ -40,17 +39,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     with_tokenizer(folder)
     edited(folder, eos_token_id=None)  # no text ends early
     (folder / "generation_config.json").unlink(missing_ok=True)
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    (folder / FILE).write_text("\n".join(PROMPTS))
     return folder, library.eval()
-
-
-def answers(folder: Path, *options: str) -> list[str]:
-    """What the command writes for the file of prompts."""
-    output = folder / "answers.jsonl"
-    words = ["--pretrained", str(folder), "--prompts", str(folder / "prompts.txt"), "--device", "cpu"]
-    words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
-    command.main([*words, *options], standalone_mode=False)
-    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
 
 
 def of_library(library: Any, prompt: str) -> str:
@@ -68,9 +58,9 @@ def test_greedy_answers_are_those_of_the_library_and_the_encoder_runs_once(made:
     assert len(set(expected)) == 3
     assert len(set(" ".join(expected).split())) >= 5
     with mock.patch.object(EncoderEnd, "forward", autospec=True, side_effect=EncoderEnd.forward) as encoder:
-        assert answers(folder) == expected
+        assert answers(folder, TOKENS, file=FILE) == expected
         assert encoder.call_count == 1
-        assert answers(folder, "--batch-size", "1") == expected
+        assert answers(folder, TOKENS, "--batch-size", "1", file=FILE) == expected
         assert encoder.call_count == 1 + len(PROMPTS)
 
 
@@ -80,5 +70,5 @@ def test_greedy_answers_are_those_of_the_library_and_the_encoder_runs_once(made:
 )
 def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[Path, Any]) -> None:
     folder, _ = made
-    expected = answers(folder)
-    assert answers(folder, "--parallel", layout) == expected
+    expected = answers(folder, TOKENS, file=FILE)
+    assert answers(folder, TOKENS, "--parallel", layout, file=FILE) == expected

@@ -3,20 +3,12 @@
 from typing import Any
 
 import pytest
+from t5_models import SPANS
 
 from mplug import UsageError
 from mplug.commands import build_model
 from mplug_testing.harness import tiny_run
 
-SPANS: dict[str, Any] = {
-    "data.name": "spans",
-    "data.of": {"name": "mock", "vocab_size": 200},
-    "data.sentinels": 8,
-    "data.end_token": 1,
-    "data.encoder_length": 23,
-    "data.noise_density": 0.3,
-    "data.mean_span": 2.0,
-}
 SHAPE = {
     "model.name": "t5",
     "model.num_layers": 2,

@@ -2,33 +2,21 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 transformers = pytest.importorskip("transformers")
 
 from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
+from folder_claims import assert_each_rank_reads_its_boxes  # noqa: E402
 from published import edited, loaded, save  # noqa: E402
-from t5_models import TINY, V, library_of, micro_batch, padded  # noqa: E402
+from t5_models import SPANS, TINY, V, library_of, micro_batch, padded  # noqa: E402
 
-from mplug.gradients.region import region  # noqa: E402
-
-Cli = Callable[..., CompletedProcess[str]]
-DATA: dict[str, Any] = {
-    "data.name": "spans",
-    "data.of": {"name": "mock", "vocab_size": V - 9},
-    "data.sentinels": 8,
-    "data.end_token": 1,
-    "data.encoder_length": 23,
-    "data.noise_density": 0.3,
-    "data.mean_span": 2.0,
-    "trainer.seq_length": 14,
-}
+DATA: dict[str, Any] = {**SPANS, "data.of": {"name": "mock", "vocab_size": V - 9}, "trainer.seq_length": 14}
 GIVEN = {key.replace(".", "__"): value for key, value in DATA.items()}
 KINDS = {"v1.1": TINY, "first": {**TINY, "feed_forward_proj": "relu", "tie_word_embeddings": True}}
 
@@ -77,13 +65,7 @@ def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: 
     with torch.no_grad():
         found = model.logits(micro_batch())
     assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
-    whole = model.parameters()
-    for rank in range(4):
-        _, part = loaded(folder, "tp2pp2", rank, **GIVEN)
-        for name, parameter in part.parameters().items():
-            for box in part.placements[name].boxes(rank):
-                cut = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))
-                assert torch.equal(region(parameter.data, box), whole[name].data[cut]), (rank, name)
+    assert_each_rank_reads_its_boxes(folder, model, GIVEN)
 
 
 @pytest.mark.wide("families", quick=["v1.1"])

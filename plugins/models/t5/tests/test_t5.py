@@ -1,24 +1,13 @@
 """T5 keeps the contract of models, and its presets have the published sizes."""
 
-from typing import Any
-
 import pytest
 import torch
 from click.testing import CliRunner
 from mplug_t5 import T5
+from t5_models import SPANS
 
 from mplug.cli import main
 from mplug_testing import ModelSuite
-
-SPANS: dict[str, Any] = {
-    "data.name": "spans",
-    "data.of": {"name": "mock", "vocab_size": 200},
-    "data.sentinels": 8,
-    "data.end_token": 1,
-    "data.encoder_length": 23,
-    "data.noise_density": 0.3,
-    "data.mean_span": 2.0,
-}
 
 
 class TestT5(ModelSuite):

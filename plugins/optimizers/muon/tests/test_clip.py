@@ -1,6 +1,6 @@
 """QK-clip: the largest attention logit of each head as a statistic, and weights that shrink by it.
 
-`pytest --wide layouts` compares further layouts with one process.
+The set `pairs` compares each strategy with one process.
 """
 
 from typing import Any
@@ -148,37 +148,22 @@ def test_the_bias_of_queries_and_keys_shrinks_too() -> None:
 # Layouts.
 
 
+SEPARATE = {**CLIP, "optimizer.separate": ["heads", "kv_heads"]}
+
+
 @pytest.mark.wide("layouts")
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
         ("tp2", {**CLIP, "model.num_kv_heads": 1}),
-        ("cp2", CLIP),
-        ("zero2pp2", CLIP),
-    ],
-    ids=["tp2 of one KV head", "cp2", "zero2pp2"],
-)
-def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity(settings, layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        *(
-            (layout, CLIP)
-            for layout in ("tp2", "pp2", "zero2", "fsdp2", "dp2", "tp4", "tp2pp2", "tp2zero2", "fsdp2tp2")
-        ),
-        *((f"cp2 parallel.cp.method={method}", CLIP) for method in ("ring", "all_gather", "ulysses")),
-        *((layout, CLIP) for layout in ("cp2tp2", "cp4")),
+        *((layout, CLIP) for layout in ("zero2pp2", "tp4", "cp4", "tp2pp2", "tp2zero2", "fsdp2tp2", "cp2tp2")),
         *((layout, LATENT) for layout in ("tp2", "cp2", "pp2", "zero2", "fsdp2", "cp2tp2")),
-        *((layout, {**CLIP, "memory.recompute.mode": "full"}) for layout in ("tp2",)),
-        *((layout, {**CLIP, "optimizer.separate": ["heads", "kv_heads"]}) for layout in ("tp2", "zero2")),
+        *((layout, SEPARATE) for layout in ("tp2", "zero2")),
     ],
     ids=str,
 )
-@pytest.mark.wide("layouts")
-def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
+def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
+    """Where the set `pairs` has one strategy only, or none of these shapes."""
     require_parity(settings, layout)
 
 

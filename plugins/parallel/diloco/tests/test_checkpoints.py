@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from diloco_simulation import simulated
+from diloco_simulation import STREAMED, simulated
 
 from mplug.run.folder import make_directory
 from mplug.run.prepare import prepare
@@ -20,14 +20,7 @@ from mplug_testing.harness import as_rank, changed_batches, in_fp64, tiny_config
 from mplug_testing.workers import WorkerFailed
 from mplug_validation import evaluate
 
-OUTER: dict[str, Any] = {
-    "parallel.diloco.every": 4,
-    "parallel.diloco.fragments": 2,
-    "parallel.diloco.delay": 1,
-    "parallel.diloco.alpha": 0.25,
-    "trainer.steps": 9,
-    "checkpoint.asynchronous": False,
-}
+OUTER: dict[str, Any] = {**STREAMED, "checkpoint.asynchronous": False}
 SAVED = 4
 """The exchange of the second fragment has begun, and the local weights have not received it."""
 

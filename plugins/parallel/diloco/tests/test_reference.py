@@ -6,33 +6,26 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from diloco_simulation import Record, simulated, trained_rank
+from diloco_simulation import STREAMED, Record, simulated, trained_rank
 
 from mplug_testing import run_workers
 
-OUTER: dict[str, Any] = {
-    "parallel.diloco.every": 4,
-    "parallel.diloco.fragments": 2,
-    "parallel.diloco.delay": 1,
-    "parallel.diloco.alpha": 0.25,
-    "trainer.steps": 9,
-}
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "at once": ("diloco2", {"parallel.diloco.every": 3, "trainer.steps": 20}),
-    "streamed": ("diloco2", OUTER),
-    "four workers": ("diloco4", OUTER),
-    "dp": ("diloco2dp2", OUTER),
-    "zero": ("diloco2zero2", OUTER),
-    "zero of gradients": ("diloco2zero2", {**OUTER, "parallel.zero.stage": 2}),
-    "fsdp": ("diloco2fsdp2", OUTER),
-    "tp": ("diloco2tp2", OUTER),
-    "pp": ("diloco2pp2", OUTER),
-    "pp, tied": ("diloco2pp2", {**OUTER, "model.tie_embeddings": True}),
-    "cp": ("diloco2cp2", OUTER),
-    "ep": ("diloco2dp2ep2", {**OUTER, **EXPERTS}),
-    "muon": ("diloco2zero2", {**OUTER, "optimizer.name": "muon", "model.vocab_size": 320}),
-    "frozen": ("diloco2pp2", {**OUTER, "model.frozen": ["embedding", "blocks.0"]}),
+    "streamed": ("diloco2", STREAMED),
+    "four workers": ("diloco4", STREAMED),
+    "dp": ("diloco2dp2", STREAMED),
+    "zero": ("diloco2zero2", STREAMED),
+    "zero of gradients": ("diloco2zero2", {**STREAMED, "parallel.zero.stage": 2}),
+    "fsdp": ("diloco2fsdp2", STREAMED),
+    "tp": ("diloco2tp2", STREAMED),
+    "pp": ("diloco2pp2", STREAMED),
+    "pp, tied": ("diloco2pp2", {**STREAMED, "model.tie_embeddings": True}),
+    "cp": ("diloco2cp2", STREAMED),
+    "ep": ("diloco2dp2ep2", {**STREAMED, **EXPERTS}),
+    "muon": ("diloco2zero2", {**STREAMED, "optimizer.name": "muon", "model.vocab_size": 320}),
+    "frozen": ("diloco2pp2", {**STREAMED, "model.frozen": ["embedding", "blocks.0"]}),
 }
 
 

@@ -39,6 +39,19 @@ def test_every_layout_trains_as_one_process(layout: str, settings: dict[str, Any
     require_parity(settings, layout)
 
 
+BY_DOCUMENTS = f"{ALL_GATHER} parallel.cp.divide=documents parallel.cp.equal_length=16"
+
+
+@pytest.mark.wide("layouts", quick=["cp2-hybrid-never"])
+@pytest.mark.parametrize("compiled", ["never", "aot_eager"])
+@pytest.mark.parametrize("settings", [HYBRID, SCANS], ids=["hybrid", "scans"])
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2tp2", "cp2pp2", "cp2fsdp2"])
+def test_states_pass_through_documents_that_stay_whole(layout: str, settings: dict[str, Any], compiled: str) -> None:
+    """Two samples of a micro batch, which ranks divide in different ways."""
+    packed = {**settings, "trainer.micro_batch_size": 2, "trainer.compile": compiled}
+    require_parity(packed, f"{layout} {BY_DOCUMENTS}")
+
+
 @pytest.mark.wide("layouts")
 def test_experts_and_scans_train_as_in_one_process() -> None:
     require_parity({**HYBRID, "model.num_experts": 4, "model.moe_ffn_hidden_size": 24}, "ep2")

@@ -1,9 +1,9 @@
 """Samples that are divided by documents, redistributed for what passes states on from interval to interval.
 
-B batch, S positions of a rank, N = B S, M documents of a sample, R ranks. A scan or a short convolution reads a sequence
-in order, and documents lie on ranks in another order in every sample. So the rows of its arguments travel to the ranks
-that hold them under a zigzag, where states pass on as in samples that are divided at the same positions, and the rows
-of its result travel back:
+B batch, S positions of a rank, N = B S, M documents of a sample, R ranks. A scan or a short convolution reads a
+sequence in order, and documents lie on ranks in another order in every sample. So the rows of its arguments travel to
+the ranks that hold them under a zigzag, where states pass on as in samples that are divided at the same positions, and
+the rows of its result travel back:
 
     all-to-all    rows x [N, ...] by documents -> [N, ...] in zigzag
     scan          over zigzag chunks (`states.py`)
@@ -44,8 +44,8 @@ class Moves:
 def in_zigzag(group: ops.Group, equal_length: int, inner: Core) -> Core:
     """Wrap a core over zigzag chunks into one over samples that are divided by documents.
 
-    The last two arguments of a core are its specification and inputs; tensors [B, S, ...] before them are redistributed,
-    and others (weights, biases) are not.
+    The last two arguments of a core are its specification and inputs. Of those before them, tensors [B, S, ...] are
+    redistributed, and others (weights, biases) are not.
     """
     if group is None:  # no processes yet: the core is never called
         return inner

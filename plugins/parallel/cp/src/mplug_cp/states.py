@@ -12,7 +12,8 @@ it does with the output. One scan computes both maps: the values get K further c
     add        output + (last K columns) (start state)
 
 The message does not grow with the length of the sequence. The dual of the gather sums and scatters the gradients of the
-maps. A convolution gathers the last W - 1 rows of all intervals.
+maps. A convolution gathers the last W - 1 rows of all intervals. If ranks divide samples by their documents, they
+redistribute the rows first (`redistribution.py`).
 """
 
 from collections.abc import Callable

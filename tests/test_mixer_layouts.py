@@ -43,6 +43,8 @@ BY_DOCUMENTS = f"{ALL_GATHER} parallel.cp.divide=documents parallel.cp.equal_len
 
 
 @pytest.mark.wide("layouts", quick=["cp2-hybrid-never"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("compiled", ["never", "aot_eager"])
 @pytest.mark.parametrize("settings", [HYBRID, SCANS], ids=["hybrid", "scans"])
 @pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2tp2", "cp2pp2", "cp2fsdp2"])

@@ -11,6 +11,10 @@ from layout_runs import assert_refused
 
 from mplug_testing.parity import require_parity
 
+pytestmark = [  # torch's own, while it traces
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 METHODS: dict[str, dict[str, Any]] = {
     "ring": {},
     "all_gather": {"method": "all_gather"},

@@ -114,13 +114,13 @@ Dual: the reverse. `documents` [B, M] are the lengths of the documents of whole 
 """
 
 
-def _keep(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, documents, *context.rest = inputs
-    context.save_for_backward(documents)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, documents, *ctx.rest = inputs
+    ctx.save_for_backward(documents)
 
 
-def _return(context: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    (documents,), (equal_length, back, group) = context.saved_tensors, context.rest
+def _return(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (documents,), (equal_length, back, group) = ctx.saved_tensors, ctx.rest
     return redistribute(grad, documents, equal_length, not back, group), None, None, None, None
 
 

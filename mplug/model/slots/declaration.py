@@ -45,8 +45,8 @@ class Slot:
       positions. It calls the function with those of whole sequences and returns this rank's part of the result. A
       module whose function needs them in the order of the sequence has the need `IN_ORDER`. The host supplies it.
     - `gathers_positions`: a supplier is called as `supplier(own, x, lengths)`, tensors [B, S, ...] of this rank and the
-      lengths of documents or None, between products of a pair (there, the ranks that divide entries divide sequences). It
-      returns `own` of some positions, x of all, and the former: pairs (first, end). The host supplies it.
+      lengths of documents or None, between the products of a pair, where only what divides entries divides sequences.
+      It returns `own` of some positions, x of all, and the former: pairs (first, end). The host supplies it.
     - `sums_parts`: a supplier is called as `supplier(values)`, with sums [...] over this rank's positions of sequences.
       It returns those over whole sequences, whose gradient every rank receives, and a share: 1.0 on one of the ranks
       that know the same sums, and 0.0 on the others. The host supplies it.

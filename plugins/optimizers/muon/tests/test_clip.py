@@ -191,8 +191,8 @@ DOCUMENTS: dict[str, Any] = {
 }
 """Two samples of a micro batch that ranks divide in different ways."""
 WINDOWS: dict[str, Any] = {
+    **tiny_models.DECODER,
     "model.name": "llama",
-    "model.ffn_hidden_size": 40,
     "model.window": 5,
     "model.attention_types": ["window", "full"],
     "model.attention_sinks": True,

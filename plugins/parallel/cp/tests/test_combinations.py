@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from layout_runs import assert_refused
+from tiny_models import DECODER
 
 from mplug_testing.parity import require_parity
 
@@ -23,29 +24,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "chunks": {"method": "ulysses", "head_chunks": 2},
     "hierarchical": {"method": "hierarchical", "ulysses_degree": 2},
 }
-LLAMA: dict[str, Any] = {
-    "model.name": "llama",
-    "model.ffn_hidden_size": 40,
-    "model.num_kv_heads": 4,
-    "model.init_std": 0.06,
-}
+LLAMA: dict[str, Any] = {**DECODER, "model.name": "llama", "model.num_kv_heads": 4}
+WINDOWS: dict[str, Any] = {**LLAMA, "model.window": 7, "model.attention_types": ["window", "full"]}
+SINKS: dict[str, Any] = {"model.attention_sinks": True}
+CAPS: dict[str, Any] = {"model.attention_soft_cap": 2.0}
 KINDS: dict[str, dict[str, Any]] = {
     "full": LLAMA,
-    "windows": {**LLAMA, "model.window": 7, "model.attention_types": ["window", "full"]},
-    "windows and sinks": {
-        **LLAMA,
-        "model.window": 7,
-        "model.attention_sinks": True,
-        "model.attention_types": ["window"],
-    },
-    "caps": {**LLAMA, "model.attention_soft_cap": 2.0},
-    "capped windows and sinks": {
-        **LLAMA,
-        "model.window": 7,
-        "model.attention_types": ["window", "full"],
-        "model.attention_soft_cap": 2.0,
-        "model.attention_sinks": True,
-    },
+    "windows": WINDOWS,
+    "windows and sinks": {**WINDOWS, **SINKS},
+    "caps": {**LLAMA, **CAPS},
+    "capped windows and sinks": {**WINDOWS, **CAPS, **SINKS},
     "alibi": {"model.name": "gpt", "model.position": "alibi"},
 }
 OF_HEADS_ALONE = {"caps": "soft cap", "capped windows and sinks": "soft cap", "alibi": "alibi bias"}

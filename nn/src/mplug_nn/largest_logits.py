@@ -114,7 +114,10 @@ class LargestLogits(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> None:
         """q [B, S, H, K], k [B, S, G, K] of this rank's positions, as the core receives them."""
-        queries, keys, intervals = self.whole_keys(q.detach(), k.detach(), inputs.document_lengths)
+        lengths = inputs.document_lengths
+        queries, keys, intervals = self.whole_keys(q.detach(), k.detach(), lengths)
+        if lengths is not None:  # they are on the CPU where ranks divide samples by their documents
+            inputs = inputs._replace(document_lengths=lengths.to(k.device, non_blocking=True))
         self.maximum(self.values, queries, keys, intervals, spec, inputs)
 
 

@@ -72,14 +72,14 @@ def in_zigzag(group: ops.Group, equal_length: int, inner: Core) -> Core:
 def _redistribute(x: Tensor, documents: Tensor, equal_length: int, back: bool, group: str) -> Tensor:
     ranks = group_named(group)
     rows = tuple(map(tuple, documents.tolist()))
-    moves = _moves(rows, ranks.rank(), ranks.size(), equal_length, back, x.device)
+    moves = moves_of(rows, ranks.rank(), ranks.size(), equal_length, back, x.device)
     received = trading(x.flatten(0, 1)[moves.sent], moves.counts_sent, moves.counts_received, ranks).wait()
     return received[moves.received].view(x.shape)
 
 
 @lru_cache(maxsize=32)
-def _moves(rows: Rows, rank: int, size: int, equal_length: int, back: bool, device: torch.device) -> Moves:
-    """The moves of a micro batch, for all layers; positions are numbered through its samples."""
+def moves_of(rows: Rows, rank: int, size: int, equal_length: int, back: bool, device: torch.device) -> Moves:
+    """The moves of a micro batch, for all layers; positions are numbered through its samples, from documents or back."""
     length = sum(rows[0])
     by_documents, chunks = ([list[range]() for _ in range(size)] for _ in range(2))
     for sample, lengths in enumerate(rows):

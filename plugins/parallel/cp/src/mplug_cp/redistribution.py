@@ -79,7 +79,7 @@ def _redistribute(x: Tensor, documents: Tensor, equal_length: int, back: bool, g
 
 @lru_cache(maxsize=32)
 def moves_of(rows: Rows, rank: int, size: int, equal_length: int, back: bool, device: torch.device) -> Moves:
-    """The moves of a micro batch, for all layers; positions are numbered through its samples, from documents or back."""
+    """The moves of a micro batch, for all layers; positions are numbered through its samples."""
     length = sum(rows[0])
     by_documents, chunks = ([list[range]() for _ in range(size)] for _ in range(2))
     for sample, lengths in enumerate(rows):

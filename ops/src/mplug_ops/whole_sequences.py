@@ -132,8 +132,10 @@ def parts_of(
         size, index = sum(map(len, held)), mesh.index(rank, axis.name)
         if TOKENS_AXIS in axis.entries:
             of_entries = axis.entries[TOKENS_AXIS]
-            by_documents = isinstance(of_entries, DocumentMap) and documents
-            cut = of_entries.divide(documents, axis.size)[index] if by_documents else of_entries(size, axis.size, index)
+            if isinstance(of_entries, DocumentMap) and documents:
+                cut = of_entries.divide(documents, axis.size)[index]
+            else:
+                cut = of_entries(size, axis.size, index)
         else:
             each = size // axis.size
             cut = (range(index * each, (index + 1) * each),)

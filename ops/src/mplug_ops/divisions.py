@@ -16,13 +16,13 @@ Division = Callable[[tuple[int, ...]], Sequence[Sequence[range]]]
 _DIVISIONS: list[Division] = []
 
 
-def number(division: Division) -> int:
+def number_of(division: Division) -> int:
     """The number of a division in this process: an operator receives it instead of the function."""
     _DIVISIONS.append(division)
     return len(_DIVISIONS) - 1
 
 
-def in_order(gathered: Sequence[Tensor], lengths: Tensor, division: int) -> list[Tensor]:
+def in_sequence_order(gathered: Sequence[Tensor], lengths: Tensor, division: int) -> list[Tensor]:
     """Tensors [B, T, ...], the positions of all ranks in rank order -> the same positions in sequence order.
 
     `lengths` [B, M] are those of documents. The CPU reads them, and waits for the device if they are on it.

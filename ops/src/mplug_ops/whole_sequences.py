@@ -15,8 +15,8 @@ from mplug.model.model import Model
 from mplug.model.slots.declaration import IN_ORDER
 from mplug.model.slots.offers import Offer, Site
 from mplug.run.run import Run
-from mplug_ops import divisions
 from mplug_ops.collectives import all_gather
+from mplug_ops.divisions import in_sequence_order, number_of
 
 
 def whole_sequences(run: Run, model: Model) -> list[Offer]:
@@ -71,7 +71,7 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
 
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
-    number = divisions.number(lambda documents: parts_at(sum(documents), documents)) if _by_documents(run) else None
+    number = number_of(lambda documents: parts_at(sum(documents), documents)) if _by_documents(run) else None
 
     def gathered(q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, tuple[tuple[int, int], ...]]:
         length = k.shape[1] * len(ranks)
@@ -82,7 +82,7 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
         if number is None or lengths is None:
             return q, _in_order(all_gather(k, group, 1), parts), intervals
         # Each sample is divided in its own way: the rank takes the positions that it has of samples without documents.
-        q, k = divisions.in_order([all_gather(x, group, 1) for x in (q, k)], lengths, number)
+        q, k = in_sequence_order([all_gather(x, group, 1) for x in (q, k)], lengths, number)
         return torch.cat([q[:, first:end] for first, end in intervals], dim=1), k, intervals
 
     slots = [slot.name for slot in model.declared.values() if slot.gathers_positions]

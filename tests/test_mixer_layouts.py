@@ -31,6 +31,21 @@ def test_a_layout_trains_as_one_process(layout: str, settings: dict[str, Any]) -
     require_parity(settings, layout)
 
 
+BY_DOCUMENTS = "parallel.cp.method=all_gather parallel.cp.divide=documents parallel.cp.equal_length=16"
+
+
+@pytest.mark.wide("layouts", quick=["cp2-hybrid-never"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("compiled", ["never", "aot_eager"])
+@pytest.mark.parametrize("settings", [HYBRID, SCANS], ids=["hybrid", "scans"])
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2tp2", "cp2pp2", "cp2fsdp2"])
+def test_states_pass_through_documents_that_stay_whole(layout: str, settings: dict[str, Any], compiled: str) -> None:
+    """Two samples of a micro batch, which ranks divide in different ways."""
+    packed = {**settings, "trainer.micro_batch_size": 2, "trainer.compile": compiled}
+    require_parity(packed, f"{layout} {BY_DOCUMENTS}")
+
+
 GRANITE = {
     **LLAMA,
     **HEADS,

@@ -62,10 +62,15 @@ def conversation(draw: random.Random, length: int, depth: float) -> dict[str, ob
 
 
 def conversations(seed: str, length: int, samples: int) -> Iterator[dict[str, object]]:
-    """Samples of lengths up to `length`, with keys at random depths."""
+    """Samples with keys at random depths.
+
+    Every fourth sample has `length`, as those that `measure` asks for. The logarithms of the other lengths are uniform:
+    short samples have more answers for as many tokens.
+    """
     draw = random.Random(seed)
-    for _ in range(samples):
-        yield conversation(draw, draw.randint(SHORTEST, length), draw.random())
+    for number in range(samples):
+        shorter = round(SHORTEST * (length / SHORTEST) ** draw.random())
+        yield conversation(draw, shorter if number % 4 else length, draw.random())
 
 
 def write(wanted: argparse.Namespace) -> None:

@@ -44,9 +44,9 @@ class Slot:
     - `joins_sequences`: a supplier is called as `supplier(function, *tensors)` with tensors [B, S, ...] of this rank's
       positions. It calls the function with those of whole sequences and returns this rank's part of the result. A
       module whose function needs them in the order of the sequence has the need `IN_ORDER`. The host supplies it.
-    - `gathers_positions`: a supplier is called as `supplier(x)` with x [B, S, ...] of this rank's positions, between
-      the products of a pair, where only the ranks that divide the entries divide the sequence. It returns the tensor of
-      whole sequences, without a gradient, and this rank's positions in them: pairs (first, end). The host supplies it.
+    - `gathers_positions`: a supplier is called as `supplier(own, x, lengths)`, tensors [B, S, ...] of this rank and the
+      lengths of documents or None, between the products of a pair, where only what divides entries divides sequences.
+      It returns `own` of some positions, x of all, and the former: pairs (first, end). The host supplies it.
     - `sums_parts`: a supplier is called as `supplier(values)`, with sums [...] over this rank's positions of sequences.
       It returns those over whole sequences, whose gradient every rank receives, and a share: 1.0 on one of the ranks
       that know the same sums, and 0.0 on the others. The host supplies it.

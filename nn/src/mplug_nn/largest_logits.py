@@ -51,12 +51,15 @@ class LogitRows(NamedTuple):
     stride: int
 
 
-def own_positions(keys: Tensor) -> tuple[Tensor, Intervals]:
-    """keys [B, T, ...] -> (the keys of whole sequences, this rank's positions in them): the default of the slot.
+def own_positions(queries: Tensor, keys: Tensor, document_lengths: Tensor | None) -> tuple[Tensor, Tensor, Intervals]:
+    """(queries, keys of whole sequences, the positions of the queries in them): the default of the slot.
 
-    The positions are pairs of the first of consecutive positions and the one after the last, in the order of the rank.
+    queries [B, S, H, K] and keys [B, S, G, K] are those of this rank's positions, and the lengths [B, M] are those of
+    the documents of whole samples. The queries of the result may be those of other positions than this rank's: all
+    ranks together have each position once. The positions are pairs of the first of consecutive positions and the one
+    after the last, in the order of the queries; they are the same in all samples and steps.
     """
-    return keys, ((0, keys.shape[1]),)
+    return queries, keys, ((0, keys.shape[1]),)
 
 
 def keep_largest_logits(
@@ -96,7 +99,7 @@ class LargestLogits(nn.Module):
     mixes: ClassVar[frozenset[str]] = frozenset()  # only with what the slot returns, and no output depends on it
     values: Tensor
     maximum: Callable[[Tensor, Tensor, Tensor, Intervals, AttentionSpec, AttentionInputs], None]
-    whole_keys: Callable[[Tensor], tuple[Tensor, Intervals]]
+    whole_keys: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Intervals]]
 
     def __init__(self, num_heads: int, spec: AttentionSpec) -> None:
         super().__init__()
@@ -111,8 +114,11 @@ class LargestLogits(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> None:
         """q [B, S, H, K], k [B, S, G, K] of this rank's positions, as the core receives them."""
-        keys, intervals = self.whole_keys(k.detach())
-        self.maximum(self.values, q.detach(), keys, intervals, spec, inputs)
+        lengths = inputs.document_lengths
+        queries, keys, intervals = self.whole_keys(q.detach(), k.detach(), lengths)
+        if lengths is not None:  # they are on the CPU where ranks divide samples by their documents
+            inputs = inputs._replace(document_lengths=lengths.to(k.device, non_blocking=True))
+        self.maximum(self.values, queries, keys, intervals, spec, inputs)
 
 
 @operator("mplug::keep_largest_logits", mutates_args=("largest",))

@@ -16,6 +16,7 @@ from mplug.model.slots.declaration import IN_ORDER
 from mplug.model.slots.offers import Offer, Site
 from mplug.run.run import Run
 from mplug_ops.collectives import all_gather
+from mplug_ops.divisions import in_sequence_order, number_of
 
 
 def whole_sequences(run: Run, model: Model) -> list[Offer]:
@@ -65,25 +66,32 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
     ranks = list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes the ranks of a group
     own = ranks.index(run.rank)
 
-    def parts_at(length: int) -> list[list[range]]:
-        return [parts_of(run.mesh, rank, length, by_entries=True) for rank in ranks]
+    def parts_at(length: int, documents: tuple[int, ...] = ()) -> list[list[range]]:
+        return [parts_of(run.mesh, rank, length, by_entries=True, documents=documents) for rank in ranks]
 
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
+    number = number_of(lambda documents: parts_at(sum(documents), documents)) if _by_documents(run) else None
 
-    def gathered(x: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-        length = x.shape[1] * len(ranks)
+    def gathered(q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, tuple[tuple[int, int], ...]]:
+        length = k.shape[1] * len(ranks)
         parts = usual if length == usual_length else parts_at(length)
         intervals = tuple((part.start, part.stop) for part in parts[own])
-        return (x if group is None else _in_order(all_gather(x, group, 1), parts)), intervals
+        if group is None:
+            return q, k, intervals
+        if number is None or lengths is None:
+            return q, _in_order(all_gather(k, group, 1), parts), intervals
+        # Each sample is divided in its own way: the rank takes the positions that it has of samples without documents.
+        q, k = in_sequence_order([all_gather(x, group, 1) for x in (q, k)], lengths, number)
+        return torch.cat([q[:, first:end] for first, end in intervals], dim=1), k, intervals
 
     slots = [slot.name for slot in model.declared.values() if slot.gathers_positions]
     return [Offer({slot: gathered}, _has_tokens, plugin="host") for slot in slots]
 
 
-def _has_tokens(site: Site, run: Run) -> bool | str:
+def _has_tokens(site: Site, run: Run) -> bool:
     """Whether ranks divide the keys of a site: a segment of a stream is whole on one rank, so its default is right."""
-    return site.sequence == TOKENS_AXIS and (_by_documents(run) or True)
+    return site.sequence == TOKENS_AXIS
 
 
 def _is_of_tokens(site: Site, run: Run) -> bool | str:
@@ -108,11 +116,14 @@ def _in_order(gathered: Tensor, parts: list[list[range]]) -> Tensor:
     return torch.cat([pieces[first] for first in sorted(pieces)], dim=1)
 
 
-def parts_of(mesh: Mesh, rank: int, length: int, by_entries: bool = False) -> list[range]:
+def parts_of(
+    mesh: Mesh, rank: int, length: int, by_entries: bool = False, documents: tuple[int, ...] = ()
+) -> list[range]:
     """The positions of a rank in a sequence of a length, as intervals in the order in which the rank holds them.
 
     Axes that divide entries cut first, the slowest axis first, then those that divide activations, into equal parts,
-    unless only the parts `by_entries` are wanted.
+    unless only the parts `by_entries` are wanted. `documents` are the lengths of those in the sequence; without them,
+    a `DocumentMap` cuts as for samples without documents.
     """
     held = [range(length)]
     dense = [axis for axis in mesh.views["dense"] if axis.divides(TOKENS_AXIS)]
@@ -120,7 +131,11 @@ def parts_of(mesh: Mesh, rank: int, length: int, by_entries: bool = False) -> li
     for axis in sorted(dense, key=lambda axis: TOKENS_AXIS not in axis.entries):
         size, index = sum(map(len, held)), mesh.index(rank, axis.name)
         if TOKENS_AXIS in axis.entries:
-            cut = axis.entries[TOKENS_AXIS](size, axis.size, index)
+            of_entries = axis.entries[TOKENS_AXIS]
+            if isinstance(of_entries, DocumentMap) and documents:
+                cut = of_entries.divide(documents, axis.size)[index]
+            else:
+                cut = of_entries(size, axis.size, index)
         else:
             each = size // axis.size
             cut = (range(index * each, (index + 1) * each),)

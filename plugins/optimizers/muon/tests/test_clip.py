@@ -167,6 +167,38 @@ def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[s
     require_parity(settings, layout)
 
 
+DOCUMENTS: dict[str, Any] = {
+    "data.documents": 5,
+    "trainer.micro_batch_size": 2,
+    "parallel.cp.method": "all_gather",
+    "parallel.cp.divide": "documents",
+    "parallel.cp.equal_length": 16,
+}
+"""Two samples of a micro batch that ranks divide in different ways."""
+WINDOWS: dict[str, Any] = {
+    **tiny_models.DECODER,
+    "model.name": "llama",
+    "model.window": 5,
+    "model.attention_types": ["window", "full"],
+    "model.attention_sinks": True,
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "all": CLIP,
+    "windows": {**CLIP, **WINDOWS},
+    "latent": LATENT,
+    "compiled": {**CLIP, "trainer.compile": "aot_eager"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2tp2", "cp2pp2"])
+@pytest.mark.wide("layouts", quick=["cp2-all"])
+def test_documents_that_stay_whole_give_the_weights_of_one_process(layout: str, parts: str) -> None:
+    require_parity({**PARTS[parts], **DOCUMENTS}, layout)
+
+
 # Refusals.
 
 

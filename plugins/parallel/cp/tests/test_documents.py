@@ -19,6 +19,7 @@ from mplug_cp.division import CLOSE, divided, pairs_of, work_of
 from mplug_cp.document_exchange import exchange_of
 from mplug_cp.needs import needs_of
 from mplug_cp.operators import Call
+from mplug_cp.redistribution import moves_of
 from mplug_cp.wraps import by_parts
 from mplug_cp.zigzag import zigzag
 from torch import Tensor
@@ -165,6 +166,29 @@ def test_every_query_sees_every_key_of_its_document_once_and_nothing_is_received
         visible = (at[:, None] - at).abs() < sight.window
         seen, expected = seen * visible, expected * visible
     assert torch.equal(seen, expected)
+
+
+@given(packed(samples=2), EQUAL, st.booleans())
+def test_rows_travel_to_the_ranks_that_hold_them_in_zigzag_and_back(
+    sample: tuple[int, list[tuple[int, ...]]], equal_length: int, back: bool
+) -> None:
+    size, rows = sample
+    total, width = sum(rows[0]), max(map(len, rows))
+    filled = tuple(row + (0,) * (width - len(row)) for row in rows)
+
+    def positions(shares: list[tuple[range, ...]]) -> Tensor:
+        """The positions of a rank, numbered through the samples."""
+        return torch.tensor([n * total + p for n, share in enumerate(shares) for part in share for p in part])
+
+    by_documents = [positions([divided(row, size, equal_length)[rank] for row in filled]) for rank in range(size)]
+    chunks = [positions([zigzag(total, size, rank)] * len(filled)) for rank in range(size)]
+    before, after = (chunks, by_documents) if back else (by_documents, chunks)
+    moves = [moves_of(filled, rank, size, equal_length, back, torch.device("cpu")) for rank in range(size)]
+    sent = [held[one.sent].split(one.counts_sent) for held, one in zip(before, moves, strict=True)]
+    for rank, one in enumerate(moves):
+        received = [of[rank] for of in sent]
+        assert tuple(map(len, received)) == one.counts_received
+        assert torch.equal(torch.cat(received)[one.received], after[rank])
 
 
 # The attention of ranks.

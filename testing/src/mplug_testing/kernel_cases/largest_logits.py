@@ -41,8 +41,10 @@ def largest_logits_cases() -> Iterator[Case]:
     yield _maximum("two intervals of positions and no causal mask", 4, 2, 8, TWO, causal=False, window=4)
     yield _maximum("two intervals of positions, a window and documents", 4, 2, 8, TWO, documents=True, window=3)
     yield _maximum("two intervals of positions, groups, a window and documents", 4, 2, 8, TWO, **ALL)
-    spec, keys = AttentionSpec(1.0, 8, 8), {"keys": Drawn(0).normal(2, 5, 2, 8)}
-    yield Case(("LargestLogits.whole_keys",), "keys [B, S, G, K]", LargestLogits(4, spec), keys, _whole_keys)
+    spec, drawn = AttentionSpec(1.0, 8, 8), Drawn(0)
+    tensors = {"queries": drawn.normal(2, 5, 4, 8), "keys": drawn.normal(2, 5, 2, 8)}
+    name = "queries [B, S, H, K] and keys [B, S, G, K]"
+    yield Case(("LargestLogits.whole_keys",), name, LargestLogits(4, spec), tensors, _whole_keys)
 
 
 def _maximum(
@@ -85,8 +87,8 @@ def _maximum(
 
 def _whole_keys(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
     def call() -> dict[str, Tensor]:
-        keys, intervals = suppliers["LargestLogits.whole_keys"](x["keys"])
+        queries, keys, intervals = suppliers["LargestLogits.whole_keys"](x["queries"], x["keys"], None)
         places = torch.cat([torch.arange(*interval, device=x["keys"].device) for interval in intervals])
-        return {"the only rank's keys": keys, "positions": places}
+        return {"the only rank's queries": queries, "its keys": keys, "positions": places}
 
     return call

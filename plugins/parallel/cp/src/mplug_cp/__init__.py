@@ -73,10 +73,7 @@ class ContextParallel:
         from mplug_cp.states import passes_states
 
         found = {name for name, axes in mixing.items() if axes == {"sequence"}}
-        answer: bool | str = True
-        if self._divides_documents:
-            answer = "parallel.cp.divide=documents serves attention alone; set parallel.cp.divide=sequence"
-        return {name: answer for name in found if passes_states(model.module.get_submodule(name))}
+        return {name: True for name in found if passes_states(model.module.get_submodule(name))}
 
     @property
     def _divides_documents(self) -> bool:
@@ -100,4 +97,4 @@ class ContextParallel:
                 "parallel.cp.divide=documents does not support models with streams, whose rows join the tokens at "
                 "places that are known before the division; set parallel.cp.divide=sequence"
             )
-        return [*around_attention(run, self.config), *around_mixers(run)]
+        return [*around_attention(run, self.config), *around_mixers(run, self.config)]

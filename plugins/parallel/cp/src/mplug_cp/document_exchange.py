@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mplug import Ranges
 from mplug_cp.blocks import Sight
 from mplug_cp.needs import Gap, Needs, Rows, needs_of
 from mplug_cp.operators import Call
+from mplug_cp.rows import moved, rows_in, within
 from mplug_nn.parts import Lengths, Places
 from mplug_ops.transfers import Transfer, group_named, trading
 
@@ -77,15 +77,15 @@ def _exchange(rows: Rows, rank: int, size: int, equal_length: int, sight: Sight,
     """The exchange of a micro batch, for all layers with the same sight."""
     needs = needs_of(rows, size, equal_length, sight)
     own = needs[rank]
-    received = [_within(own.keys, of.held) for of in needs]
-    sent = [_within(of.keys, own.held) for of in needs]
+    received = [within(own.keys, of.held) for of in needs]
+    sent = [within(of.keys, own.held) for of in needs]
     arriving = [part for parts in received for part in parts]
-    lengths = _moved(torch.tensor(own.lengths).view(1 if sight.by_position else len(rows), -1), device)
+    lengths = moved(torch.tensor(own.lengths).view(1 if sight.by_position else len(rows), -1), device)
     return Exchange(
         (lengths, lengths),
         Places(own.held, own.held, sight.window) if sight.by_position else None,
         tuple(_part(gaps, own, arriving, sight, device) for gaps in own.parts),
-        _rows_in([part for parts in sent for part in parts], own.held, device),
+        rows_in([part for parts in sent for part in parts], own.held, device),
         tuple(sum(map(len, parts)) for parts in sent),
         tuple(sum(map(len, parts)) for parts in received),
         any(of.keys for of in needs),
@@ -95,35 +95,7 @@ def _exchange(rows: Rows, rank: int, size: int, equal_length: int, sight: Sight,
 def _part(gaps: Sequence[Gap], own: Needs, arriving: Sequence[range], sight: Sight, device: torch.device) -> Part:
     queries, keys = (tuple(part for gap in gaps for part in getattr(gap, name)) for name in ("queries", "keys"))
     counts = [[sum(map(len, getattr(gap, name))) for gap in gaps] for name in ("queries", "keys")]
-    lengths = tuple(_moved(torch.tensor([count]), device) for count in counts)
+    lengths = tuple(moved(torch.tensor([count]), device) for count in counts)
     places = Places(queries, keys, sight.window) if sight.by_position else None
-    rows = _rows_in(queries, own.held, device), _rows_in(keys, arriving, device)
+    rows = rows_in(queries, own.held, device), rows_in(keys, arriving, device)
     return Part(*rows, (lengths[0], lengths[1]), places)
-
-
-def _within(wanted: Sequence[range], held: Ranges) -> list[range]:
-    """The positions that are in both, in order; both are in order."""
-    found, first = [], 0
-    for part in wanted:
-        while first < len(held) and held[first].stop <= part.start:
-            first += 1
-        for other in held[first:]:
-            if other.start >= part.stop:
-                break
-            found.append(range(max(part.start, other.start), min(part.stop, other.stop)))
-    return found
-
-
-def _rows_in(wanted: Sequence[range], held: Sequence[range], device: torch.device) -> Tensor:
-    """The row of each wanted position in a tensor whose rows are the positions of `held`, in this order."""
-    positions, rows = (torch.cat([torch.empty(0, dtype=torch.int64), *map(_counted, of)]) for of in (wanted, held))
-    order = rows.argsort()
-    return _moved(order[torch.searchsorted(rows[order], positions)], device)
-
-
-def _counted(part: range) -> Tensor:
-    return torch.arange(part.start, part.stop)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -12,12 +12,14 @@ it does with the output. One scan computes both maps: the values get K further c
     add        output + (last K columns) (start state)
 
 The message does not grow with the length of the sequence. The dual of the gather sums and scatters the gradients of the
-maps. A convolution gathers the last W - 1 rows of all intervals.
+maps. A convolution gathers the last W - 1 rows of all intervals. If ranks divide samples by their documents, they
+redistribute the rows first (`redistribution.py`).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,33 +28,39 @@ from torch.nn.functional import pad
 import mplug_ops as ops
 from mplug import Run, Site, Wrap
 from mplug_cp.intervals import Division, cut, distance_in_document, division, joined, lengths_of
+from mplug_cp.redistribution import Core, in_zigzag
 from mplug_nn import ConvolutionSpec, MixerInputs, ScanSpec
 from mplug_nn.mixers.specification import CONVOLUTIONS, SCANS, STATES
 
+if TYPE_CHECKING:
+    from mplug_cp.config import ContextParallelConfig
+
 SPECS = {"Scan.core": ScanSpec, "Convolution.core": ConvolutionSpec}
 """The slots of which this plugin passes states on, with the type of the attribute `spec` of their modules."""
-Core = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def around_mixers(run: Run) -> list[Wrap]:
+def around_mixers(run: Run, config: "ContextParallelConfig") -> list[Wrap]:
     """The wraps of scans and convolutions, for all axes of context parallelism together."""
     axes = [axis.name for axis in run.mesh.views["dense"] if axis.shares_streams and axis.size > 1]
     if not axes:
         return []
     shared = division(run.mesh, run.rank, axes), run.mesh.number(run.rank, axes), run.group(*axes)
+    wraps: dict[str, tuple[Callable[[Core], Core], frozenset[str]]] = {
+        "Scan.core": (partial(_scan, *shared), SCANS),
+        "Convolution.core": (partial(_convolution, *shared), CONVOLUTIONS),
+    }
     needs, note = frozenset({STATES}), "states"
+    if config.divide == "documents":
+        note = "states, redistributed"
+        wraps = {slot: (partial(_by_documents, shared[2], config, wrap), of) for slot, (wrap, of) in wraps.items()}
     return [
-        Wrap("Scan.core", partial(_scan, *shared), 50, needs, _divides, note=note, serves=SCANS - needs),
-        Wrap(
-            "Convolution.core",
-            partial(_convolution, *shared),
-            50,
-            needs,
-            _divides,
-            note=note,
-            serves=CONVOLUTIONS - needs,
-        ),
+        Wrap(slot, wrap, 50, needs, _divides, note=note, serves=serves - needs)
+        for slot, (wrap, serves) in wraps.items()
     ]
+
+
+def _by_documents(group: ops.Group, config: "ContextParallelConfig", wrap: Callable[[Core], Core], inner: Core) -> Core:
+    return in_zigzag(group, config.equal_length, wrap(inner))
 
 
 def passes_states(module: object) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mplug_rollouts.rewards import Functions
     from mplug_rollouts.served import ServedSampler
     from mplug_rollouts.sources import Encoded, SampledSource
-    from mplug_sampling import Completion, Lanes, TrainedSampler
+    from mplug_sampling import Completion, Lanes, Together, TrainedSampler
 
 log = logging.getLogger("mplug.rollouts")
 Split = Literal["train", "validation"]
@@ -34,6 +34,7 @@ class Rollouts(ChatLoader):
         self.config = config
         self._sampler: TrainedSampler | None = None
         self._lanes: Lanes | None = None
+        self._ranks: Together | None = None
         self._num_put_back = 0
         self._server: ServedSampler | None = None
         self._source: SampledSource | None = None
@@ -101,6 +102,7 @@ class Rollouts(ChatLoader):
             from mplug_sampling import TrainedSampler
 
             self._sampler = TrainedSampler(graphs=self.config.graphs)
+            self._sampler.gathers = self.config.gather
             self._sampler.adapt_model(run, model)
 
     @hookimpl
@@ -119,7 +121,7 @@ class Rollouts(ChatLoader):
     @hookimpl
     def training_released(self) -> None:
         """Drop the caches and the model."""
-        self._lanes, self._sampler, self._is_built, self._num_put_back = None, None, False, 0
+        self._lanes, self._ranks, self._sampler, self._is_built, self._num_put_back = None, None, None, False, 0
 
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> Loader:
@@ -276,7 +278,9 @@ class Rollouts(ChatLoader):
             )
         own, size = self.config, self.vocabulary.vocab_size
         sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
-        return complete(self._made_lanes(run), tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+        ends = self._ends(prompts)
+        lanes, ranks = self._made_lanes(run)
+        return complete(lanes, ranks, tokens, keys, own.max_tokens, sampling, ends)
 
     def _served(
         self,
@@ -295,22 +299,23 @@ class Rollouts(ChatLoader):
         assert self._server is not None
         return self._server.complete(tokens, keys, want)
 
-    def _made_lanes(self, run: "Run") -> "Lanes":
-        """The lanes, whose caches stay from rollout to rollout."""
-        from mplug_sampling import Lanes, Ranks, replays_for
+    def _made_lanes(self, run: "Run") -> "tuple[Lanes, Together]":
+        """The lanes, whose caches stay from rollout to rollout, and their ranks. Collective."""
+        from mplug_sampling import Lanes, Together, replays_for
 
         assert self._sampler is not None
-        if self._lanes is None:
+        if self._lanes is None or self._ranks is None:
             replays, reasons = replays_for(run, self._sampler)
             if reasons:
                 raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
             context = run.config.trainer.seq_length // self.config.per_sample + 1
-            ranks = Ranks(run, self._sampler).apart()
             own = self.config
-            self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
-            gib = self._lanes.allocate() / 2**30
+            self._ranks = Together(run, self._sampler, own.gather)
+            self._lanes = Lanes(self._sampler, own.lanes, context, self._ranks, replays, own.cache_tokens)
+            with self._ranks.sampling():
+                gib = self._lanes.allocate() / 2**30
             log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
-        return self._lanes
+        return self._lanes, self._ranks
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:
         from mplug_rollouts.encoding import ends_of

@@ -104,6 +104,11 @@ class RolloutsConfig(BaseModel):
     graphs: Annotated[bool, MAY_CHANGE] = Field(
         False, description="replay the step of a token as a CUDA graph; runs on a GPU without exchanges inside a step"
     )
+    gather: Annotated[Literal["rollout", "units"], MAY_CHANGE] = Field(
+        "rollout",
+        description="of weights that ranks store in parts (fsdp): rollout: gather all of them once for each rollout, "
+        "which needs memory for the whole model; units: gather those of one unit after another for every token",
+    )
     scale: Scale = Field(
         "group",
         description="what divides a reward minus the mean of its prompt: the standard deviation of the prompt's "

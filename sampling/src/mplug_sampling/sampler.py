@@ -275,7 +275,7 @@ def multiple_of_positions(mesh: Mesh) -> int:
 
     They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
     """
-    inside = [axis for axis in mesh.views["dense"] if not axis.entries]
+    inside = [axis for axis in mesh.views["dense"] if not axis.entries and len(axis.views) == 1]  # no stages
     divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
     return math.prod(axis.size for axis in inside) if divided else 1
 

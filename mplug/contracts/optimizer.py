@@ -73,7 +73,7 @@ class WeightExchange:
 
     A strategy that stores parts of weights at rest lets a model compute with whole ones without gradients, in functions
     that sampling calls. In the block of `held()`, this rank has the whole weights of all its units; entering it is
-    collective. `around(unit, call)` is `call` with those of one unit; each call is collective. None: it stores no parts.
+    collective. `around(unit, call)` is `call` with those of one unit; each call is collective.
     """
 
     begin: "Callable[[], None]"

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +70,16 @@ class WeightExchange:
     masters. `begin` may only start the exchange, which forward then hides: the units wait for the weights that they
     use. `wait` waits for all that is under way (on a GPU, lets the current stream wait). It is None if nothing is under
     way when `begin` returns.
+
+    A strategy that stores parts of weights at rest lets a model compute with whole ones without gradients, in functions
+    that sampling calls. In the block of `held()`, this rank has the whole weights of all its units; entering it is
+    collective. `around(unit, call)` is `call` with those of one unit; each call is collective.
     """
 
     begin: "Callable[[], None]"
     wait: "Callable[[], None] | None"
+    held: Callable[[], AbstractContextManager[None]] | None = None
+    around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 @dataclass(frozen=True)

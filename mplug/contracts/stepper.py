@@ -77,9 +77,9 @@ class Pipeline:
     `stages` is pure data: the host keeps the units of this rank's chunks. `stepper(default)` returns the stepper that
     runs the chunks, around the host's default stepper (`DefaultStepper`); in a run that does not train, around an
     `Evaluator`, and only its method `evaluate` is called. `relay(crossing)` returns what runs the
-    chunks forward in a run that does not train, on all ranks together. `crossing` names the activations that enter each
-    chunk, which are those of the plan's inference units: they may differ from those of training. None: the strategy
-    cannot run its stages forward, and the commands that would are refused.
+    chunks forward to sample, between steps or in a run that does not train, on all ranks together. `crossing` names the
+    activations that enter each chunk, which are those of the plan's inference units: they may differ from those of
+    training. None: the strategy cannot run its stages forward, and what would do so is refused.
     """
 
     stages: "Stages"

@@ -170,8 +170,8 @@ def build_pipeline(run: "Run", model: "Model") -> "Pipeline | None":
     """Divide the units of the plan into the chunks of a pipeline, and say how ranks run them.
 
     Pure: the host keeps the units of this rank's chunks; names stay global. Called when the model has all its units.
-    The host calls `Pipeline.stepper` in training, when everything else is built. The command that runs a divided model
-    forward calls `Pipeline.relay`; the number of samples and of positions changes from call to call.
+    The host calls `Pipeline.stepper` in training, when everything else is built. What samples from a divided model
+    calls `Pipeline.relay`; the number of samples and of positions changes from call to call.
     """
 
 

@@ -69,11 +69,12 @@ class Objective(nn.Module):
 
     `forward(hidden [B, S, D], project, labels [B, S], weights, **entries)` returns (the sum of the losses, the number
     that the host divides the sums of all ranks and micro batches by), and the activation 'log_probabilities' [B, S]
-    (detached) if `recalls` is set. `project` maps hidden vectors to logits. Of a vocabulary that ranks divide, it
+    (detached) if `returns` is set. `project` maps hidden vectors to logits. Of a vocabulary that ranks divide, it
     returns a part: use `log_probabilities(hidden, project, labels)`.
 
     `entries` maps the entries of micro batches that `forward` takes by name to their axes. `recalls` asks the host for
-    the log-probabilities of the labels under the weights with which the run began, as the entry REFERENCE. `figures`
+    the log-probabilities of the labels under the weights with which the run began, as the entry REFERENCE; it sets
+    `returns`, as does `return_log_probabilities`. `figures`
     are the names of values that metrics report: `report` adds to their sums, which the host divides as it divides the
     loss. If that number is not that of the targets, `number_in` returns it for a whole micro batch before a strategy
     divides it: losses inside of the model's blocks, which are means over tokens, need it before the step. `shifted` are
@@ -109,6 +110,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.entries, self.figures, self.recalls, self.shifted = entries, tuple(figures), recalls, shifted
+        self.returns = recalls
         self.soft_cap: float | None = None
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
         self.divergence: Callable[..., Tensor] = divergence
@@ -200,17 +202,44 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
         model.attach(
             {f"{name}.first_bias": FirstBias(len(bias), ALL_EXPERTS) for name, bias in _changing_biases(model)}
         )
-    returned = {LOG_PROBABILITIES_OUTPUT: TOKENS} if objective.recalls else {}
     optional = tuple(dict.fromkeys((*unit.optional, *entries)))
-    changed = replace(unit, outputs=(*unit.outputs, *returned), optional=optional)
+    changed = replace(unit, optional=optional)
     model.plan = replace(
         model.plan,
         units=tuple(changed if one is unit else one for one in model.plan.units),
         context={**model.plan.context, **entries},
-        activations={**model.plan.activations, **returned},
         shifted={**model.plan.shifted, **objective.shifted},
         recalled={REFERENCE: LOG_PROBABILITIES_OUTPUT} if objective.recalls else {},
         count=counts,
+    )
+    if objective.returns:
+        _add_output(model, changed)
+
+
+def return_log_probabilities(model: "Model", label: str) -> None:
+    """Let the objective of a model return the log-probabilities of labels, as the output LOG_PROBABILITIES_OUTPUT.
+
+    Call it in `adapt_model`, outside of the objective's layer. `label` is that of the plugin that needs them, for
+    the UsageError if the end of the model is no such objective.
+    """
+    unit, _ = end_of(model, label)
+    objective = getattr(model.module.get_submodule(unit.name), "loss", None)
+    if not isinstance(objective, Objective):
+        raise UsageError(
+            f"{label} needs the log-probabilities that an objective computes, and the run has none; set --objective"
+        )
+    if not objective.returns:
+        objective.returns = True
+        _add_output(model, unit)
+
+
+def _add_output(model: "Model", unit: Unit) -> None:
+    """Add the log-probabilities of labels to the outputs of a unit."""
+    changed = replace(unit, outputs=(*unit.outputs, LOG_PROBABILITIES_OUTPUT))
+    model.plan = replace(
+        model.plan,
+        units=tuple(changed if one is unit else one for one in model.plan.units),
+        activations={**model.plan.activations, LOG_PROBABILITIES_OUTPUT: TOKENS},
     )
 
 

@@ -31,7 +31,7 @@ from mplug_sampling.lane_draws import LaneDraws, Start
 from mplug_sampling.paging import PAGE_SIZE, Paging, Room
 from mplug_sampling.sampler import Sampler, cached_modules
 from mplug_sampling.sampling import Sampling, log_probabilities
-from mplug_sampling.token_steps import WARMUP, Replays, last_logits, rounded
+from mplug_sampling.token_steps import WARMUP, Replays, rounded
 from mplug_sampling.transfers import OnTheWay, sent
 
 TOGETHER = 16384
@@ -65,7 +65,7 @@ class Lanes:
         self.num_lanes, self.num_put_back = num_lanes, 0
         self.vocab_size = 0
         """The tokens that have logits; 0 before the first prompt."""
-        self.device = next(iter(self.model.parameters().values())).device
+        self.device = ranks.device or next(iter(self.model.parameters().values())).device
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.modules = list(cached_modules(self.model))
         self._paging: Paging | None = None
@@ -206,6 +206,15 @@ class Lanes:
         """
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    @torch.no_grad()
+    def compute_nothing(self) -> None:
+        """One call of the model whose result nobody reads, for other ranks that exchange something in it."""
+        clock = Clock(1, self.device)
+        clock.start(torch.ones(1, dtype=torch.int64, device=self.device), None)
+        zeros = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._computed({"tokens": zeros, "positions": zeros}, self._made(clock))
+        self.release()
+
     def release(self) -> None:
         """No text is computed for now: all lanes are free, and the modules of the model have no cache."""
         for lane in list(self._newest_positions):
@@ -299,7 +308,7 @@ class Lanes:
         zeros = torch.zeros_like(entries["tokens"][:, 0])
         with shared_rotations():
             given = {**entries, "sample_ids": zeros, "keys": zeros}
-            return last_logits(self.model, given, self._instead(caches), last)
+            return self.ranks.last_logits(self.model, given, self._instead(caches), last)
 
     def _instead(self, caches: list[Any]) -> Instead:
         """Compiled units compute steps; each length of a prompt would be compiled anew."""

@@ -4,21 +4,20 @@ B prompts of a batch, b of them on this rank, S positions of a call, V vocabular
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mplug import Model, Run, UsageError
-from mplug.commands import run_units
+from mplug.commands import Instead, run_units
 from mplug_nn.cache import CacheSize
 from mplug_ops import all_gather
 from mplug_sampling.sampler import Sampler, cached_modules, multiple_of_positions
 from mplug_sampling.sampling import Sampling, choose, draws
 from mplug_sampling.stages import Choose, DividedModel, Finish, RunUnits, divided, run_last
 from mplug_sampling.streams import EncoderTexts, Media, Seen, units_of
-from mplug_sampling.token_steps import Replays
+from mplug_sampling.token_steps import Replays, last_logits
 from mplug_sampling.transfers import OnTheWay
 
 Take = Callable[[int, int], bool]
@@ -31,6 +30,17 @@ class Alone:
     shard, shards, multiple, padded = 0, 1, 1, True
     divided: DividedModel | None = None
     divided_text: DividedModel | None = None
+    device: torch.device | None = None
+    """Where the model computes; None: where its parameters are."""
+
+    def last_logits(
+        self, model: Model, entries: Mapping[str, Tensor], instead: Instead, last: Tensor | None = None
+    ) -> Tensor:
+        """The logits [b, V / R] of the last position of texts in static caches; `instead` has units' functions.
+
+        `last` [b]: the place of each text's last position, if padding follows it.
+        """
+        return last_logits(model, entries, instead, last)
 
     def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
         """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""
@@ -80,12 +90,6 @@ class Ranks(Alone):
         text = plan.without_streams(plan.inference)
         self.divided = divided(sampler.model, plan.inference)
         self.divided_text = self.divided if text == plan.inference else divided(sampler.model, text)
-
-    def apart(self) -> "Ranks":
-        """The same ranks, if each group that divides a model samples prompts of its own."""
-        found = copy(self)
-        found.shard, found.shards = 0, 1
-        return found
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""

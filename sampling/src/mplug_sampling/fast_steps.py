@@ -20,6 +20,8 @@ def obstacles(run: Run, sampler: Sampler) -> list[str]:
         return ["the run is on the CPU"]
     if sampler.eager_because:
         return [*_of_exchanges(run), sampler.eager_because]
+    if run.trains and any(placement.gathered_along for placement in sampler.model.placements.values()):
+        return [*_of_exchanges(run), "the weights are gathered for each rollout, so they have other addresses in each"]
     return [*_of_exchanges(run), *forward_obstacles(run, sampler.model, OF_TRAINING if run.trains else ())]
 
 

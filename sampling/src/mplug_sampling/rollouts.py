@@ -3,45 +3,49 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import Any, ClassVar
 
 from mplug import Model, Run, UsageError
-from mplug.commands import Instead, Selection
+from mplug.commands import Instead, Selection, modules_around
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.filling import LaneText, fill_lanes
-from mplug_sampling.sampler import Sampler, owners_of_axes
+from mplug_sampling.sampler import Sampler
 from mplug_sampling.sampling import Sampling
+from mplug_sampling.together import Gathers, Together
 
 
 class TrainedSampler(Sampler):
     """The model of a run that trains, which also samples. It replaces no kernel, because the kernels train too."""
 
+    steps_stages: ClassVar[bool] = True
+    gathers: Gathers = "rollout"
+
     def select(self, run: Run, model: Model, selection: Selection) -> None:
         """The part in the hook `offers_selected`. UsageError if the model cannot sample with static caches."""
         self.offers_selected(run, model, selection)
-        mesh = run.mesh
-        for axis in mesh.axes.values():
-            shards = {mesh.batch_shard(rank) for rank in mesh.group(0, axis.name)}
-            if "batch" not in axis.entries and len(shards) > 1:
-                raise UsageError(
-                    f"{owners_of_axes(run).get(axis.name, 'the layout')} lets ranks with different samples exchange "
-                    f"tokens ({axis.name}={axis.size}), and rollouts complete a text of another length on each of "
-                    f"them; use a layout without it, such as data parallelism"
-                )
         if self.eager_because:
             raise UsageError(
                 f"rollouts need caches that do not grow, and {self.eager_because}; use a kernel with static keys "
-                f"(--attention sdpa or reference) and a layout that divides neither layers nor positions, such as "
+                f"(--attention sdpa or reference) and a layout that does not divide the positions of a call, such as "
                 f"data parallelism, or tensor parallelism without sequence parallelism"
             )
 
     def own_units(self) -> Instead:
         """The methods of the units' classes, if training calls others: compiled for its shapes, or recomputed."""
-        found = dict[str, Callable[..., object]]()
+        found, own = dict[str, Callable[..., Any]](), {unit.name for unit in self.model.own_units}
         for unit in self.model.plan.inference:
+            if own.isdisjoint((unit.name, *modules_around(unit.name))):
+                continue
             part = self.model.module.get_submodule(unit.name)
             if unit.method in vars(part):
                 found[unit.name] = MethodType(getattr(type(part), unit.method), part)
+        for exchange in self.model.exchanges if self.gathers == "units" else ():
+            if exchange.around is not None:
+                found = {name: exchange.around(name, call) for name, call in found.items()}
         return found
+
+    def _refuse_parts(self, run: Run, model: Model) -> None:
+        """Nothing: parts of weights are gathered (`Together`)."""
 
     def _use_plain_attention(self, run: Run, selection: Selection) -> None:
         """Leave the needs that a kernel does not serve, so that the host refuses the kernel."""
@@ -64,6 +68,7 @@ class Completion:
 
 def complete(
     lanes: Lanes,
+    ranks: Together,
     prompts: Sequence[Sequence[int]],
     keys: Sequence[int],
     num_tokens: int,
@@ -72,8 +77,9 @@ def complete(
 ) -> list[Completion]:
     """The completions of prompts, of up to `num_tokens` tokens each, by the present weights.
 
-    `keys` are those of the completions' random numbers. All ranks of a layout make the same calls. The model's mode
-    (training or evaluation) is the same afterwards.
+    `keys` are those of the completions' random numbers. `ranks` are those of the lanes. Collective: groups of ranks
+    have different prompts, and also call this function without any. The model's mode (training or evaluation) is the
+    same afterwards.
     """
     module = lanes.model.module
     was_training = module.training
@@ -90,7 +96,9 @@ def complete(
         return token in ends or text.truncated
 
     try:
-        fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take, num_tokens)
+        with ranks.sampling():
+            fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take, num_tokens)
+            ranks.finish(lanes.compute_nothing)
     finally:
         module.train(was_training)
     return found

@@ -24,7 +24,7 @@ among themselves. Otherwise the rows that a core receives grow with every token.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -71,6 +71,8 @@ class Sampler:
 
     layer = OUTERMOST
     model: Model
+    steps_stages: ClassVar[bool] = False
+    """Whether what samples runs the stages of a pipeline for each step of a static cache (`Together`)."""
 
     def __init__(self, *, padded: bool = False, graphs: bool = False, media: bool = False) -> None:
         self.padded, self.graphs, self.media = padded, graphs, media
@@ -85,6 +87,7 @@ class Sampler:
         own, so sites need documents if there may be padding.
         """
         _refuse_unable(run, model)
+        self._refuse_divided(run)
         if self.media:
             _refuse_streams_in_text(run, model)
         if model.plan.answering is not None:
@@ -103,11 +106,12 @@ class Sampler:
     @hookimpl
     def offers_selected(self, run: Run, model: Model, selection: Selection) -> None:
         """Replace kernels that do not serve keys from a cache, and find out whether caches are static."""
-        _refuse_stages_and_parts(run, model)
+        _refuse_stages(run, model)
+        self._refuse_parts(run, model)
         if not self.uncached:
             self._use_plain_attention(run, selection)
             self._use_static_attention(run, model, selection)
-        self.growing = self.uncached or _reason_against_static(run, model, selection)
+        self.growing = self.uncached or self._reason_against_static(run, model, selection)
 
     @hookimpl
     def captures(self) -> bool:
@@ -145,7 +149,7 @@ class Sampler:
 
         The config names a default kernel for training. A kernel that it names for attention stays.
         """
-        if _reason_against_static_modules(run, model):
+        if self._reason_against_static_modules(run, model):
             return
         kernels, messages = run.config.kernels, dict[str, None]()
         for number, filled in enumerate(selection.filled):
@@ -155,6 +159,41 @@ class Sampler:
                 selection.filled[number] = plain
                 messages[f"{_lacks_static_keys(filled)}; plain torch computes it"] = None
         self.replaced += tuple(messages)
+
+    def _refuse_divided(self, run: Run) -> None:
+        """Raise UsageError if the layout divides the positions of a sample."""
+        owners = owners_of_axes(run)
+        for axis in run.mesh.axes.values():
+            divided = sorted({*axis.entries} - {"batch"})
+            if axis.size > 1 and divided:
+                raise UsageError(
+                    f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
+                    f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
+                )
+
+    def _refuse_parts(self, run: Run, model: Model) -> None:
+        """Raise UsageError if the layout stores parts of weights."""
+        for name, placement in model.placements.items():
+            if placement.gathered_along:
+                raise UsageError(
+                    f"the layout '{run.config.parallel.layout}' stores parts of '{name}' that training gathers for "
+                    f"each pass, and sampling gathers no weights; use a layout that divides the computation (tensor "
+                    f"or expert parallelism)"
+                )
+
+    def _reason_against_static(self, run: Run, model: Model, selection: Selection) -> str:
+        growing = (_lacks_static_keys(filled) for filled in selection.filled if _grows(filled, run, model))
+        return self._reason_against_static_modules(run, model) or next(growing, "")
+
+    def _reason_against_static_modules(self, run: Run, model: Model) -> str:
+        if len(model.stages.units) > 1 and not self.steps_stages:
+            return "the model is divided into the chunks of a pipeline"
+        if (multiple := multiple_of_positions(run.mesh)) > 1:
+            return f"the layout divides the positions of a call among {multiple} ranks"
+        for module in cached_modules(model):
+            if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
+                return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"
+        return ""
 
 
 def sampling_run(config: RunConfig, sampler: Sampler) -> Run:
@@ -181,18 +220,10 @@ def processor_of(run: Run) -> Processor:
 
 
 def _refuse_unable(run: Run, model: Model) -> None:
-    """Raise UsageError if the model cannot continue a text, or if the layout divides the positions of a sample."""
+    """Raise UsageError if the model cannot continue a text."""
     (owner,) = run.hooks.implementers("build_model")
     if reason := reason_against_text(model):
         raise UsageError(f"{owner} cannot continue a text token by token, because {reason}; sample from a decoder")
-    owners = owners_of_axes(run)
-    for axis in run.mesh.axes.values():
-        divided = sorted({*axis.entries} - {"batch"})
-        if axis.size > 1 and divided:
-            raise UsageError(
-                f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
-                f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
-            )
 
 
 def reason_against_text(model: Model) -> str:
@@ -223,8 +254,8 @@ def _refuse_streams_in_text(run: Run, model: Model) -> None:
             )
 
 
-def _refuse_stages_and_parts(run: Run, model: Model) -> None:
-    """Raise UsageError if stages cannot run forward, or if the layout stores parts of weights."""
+def _refuse_stages(run: Run, model: Model) -> None:
+    """Raise UsageError if stages cannot run forward."""
     axis = run.mesh.axes.get(model.stages.axis)
     if axis is not None and axis.size > 1 and (model.pipeline is None or model.pipeline.relay is None):
         raise UsageError(
@@ -232,13 +263,6 @@ def _refuse_stages_and_parts(run: Run, model: Model) -> None:
             f"({axis.name}={axis.size}), and does not run them forward for sampling (Pipeline.relay); use a "
             f"layout without it, such as tensor parallelism"
         )
-    for name, placement in model.placements.items():
-        if placement.gathered_along:
-            raise UsageError(
-                f"the layout '{run.config.parallel.layout}' stores parts of '{name}' that training gathers for each "
-                f"pass, and sampling gathers no weights; use a layout that divides the computation (tensor or expert "
-                f"parallelism)"
-            )
 
 
 def owners_of_axes(run: Run) -> dict[str, str]:
@@ -251,7 +275,7 @@ def multiple_of_positions(mesh: Mesh) -> int:
 
     They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
     """
-    inside = [axis for axis in mesh.views["dense"] if not axis.entries]
+    inside = [axis for axis in mesh.views["dense"] if not axis.entries and len(axis.views) == 1]  # no stages
     divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
     return math.prod(axis.size for axis in inside) if divided else 1
 
@@ -296,22 +320,6 @@ def _reason_against(model: Model) -> str:
             return f"{statement.label} does not declare that it serves a cache (`{NAME}`)"
         if missing := [name for name in PROTOCOL if not hasattr(module, name)]:
             raise UsageError(f"{statement.label} declares `{NAME}`, and lacks {listed(missing)}")
-    return ""
-
-
-def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
-    growing = (_lacks_static_keys(filled) for filled in selection.filled if _grows(filled, run, model))
-    return _reason_against_static_modules(run, model) or next(growing, "")
-
-
-def _reason_against_static_modules(run: Run, model: Model) -> str:
-    if len(model.stages.units) > 1:
-        return "the model is divided into the chunks of a pipeline"
-    if (multiple := multiple_of_positions(run.mesh)) > 1:
-        return f"the layout divides the positions of a call among {multiple} ranks"
-    for module in cached_modules(model):
-        if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
-            return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"
     return ""
 
 

@@ -19,7 +19,7 @@ from mplug_compile import compiled_graphs
 from mplug_sampling import Lanes, Replays, Sampling, complete
 from mplug_sampling.fast_steps import compiled_step, obstacles
 from mplug_testing import DataSuite
-from mplug_testing.harness import in_fp64, tiny_run
+from mplug_testing.harness import in_fp64, tiny_run, train_ranks
 from mplug_testing.parity import require_parity
 from mplug_validation import evaluate
 
@@ -145,17 +145,74 @@ def test_a_model_learns_what_is_rewarded() -> None:
     assert -1 <= after < before - 0.3
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero2", "tp2 parallel.tp.sequence_parallel=false"])
-@pytest.mark.wide("layouts", quick=["zero2"])
-def test_a_layout_samples_and_computes_what_one_process_does(layout: str) -> None:
-    """By a loss that is not zero in the first step, where all ratios are 1 and advantages add to zero."""
-    require_parity({**TINY, "objectives.grpo.loss": "cispo", "objectives.grpo.epsilon_high": 5.0}, layout)
+CISPO: dict[str, Any] = {**TINY, "objectives.grpo.loss": "cispo", "objectives.grpo.epsilon_high": 5.0}
+"""A loss that is not zero in the first step, where all ratios are 1 and advantages add to zero."""
+EXPERTS: dict[str, Any] = {
+    "model.name": "mixtral",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 40,
+    "model.num_experts": 4,
+    "model.num_experts_per_token": 2,
+    "model.moe_ffn_hidden_size": 12,
+    "model.moe_balance": "sequence",
+    "model.vocab_size": 300,
+}
+WITHOUT_PARTS = "parallel.tp.sequence_parallel=false"
+LAYOUTS = ["dp2", "zero2", f"tp2 {WITHOUT_PARTS}", "fsdp2", "pp2", f"tp2pp2 {WITHOUT_PARTS}", "fsdp2pp2"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"trainer.compile": "aot_eager"}, {"data.gather": "units"}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.wide("layouts")
+def test_a_layout_samples_and_computes_what_one_process_does(layout: str, changes: dict[str, Any]) -> None:
+    require_parity({**CISPO, "trainer.micro_batch_size": 1, **changes}, layout)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "fsdp2ep2", "pp2ep2dp2"])
+@pytest.mark.wide("layouts", quick=["fsdp2ep2"])
+def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(layout: str) -> None:
+    """Their texts end at different steps, and they exchange tokens until all have ended."""
+    require_parity({**CISPO, **EXPERTS}, layout)
+
+
+EXACT: dict[str, Any] = {**TINY, "trainer.deterministic": True, "trainer.precision": "fp32"}
+
+
+@pytest.mark.parametrize("changes", [{"adapters.lora.rank": 3}, {"objectives.grpo.beta": 0.1}], ids=str)
+@pytest.mark.wide("data", quick=["changes0"])
+def test_deterministic_runs_train_on_the_bits_of_the_sampled_log_probabilities(changes: dict[str, Any]) -> None:
+    """Of the sampler's own steps, they differ by rounding."""
+    found = []
+    for scores in ("auto", "sampler"):
+        run = tiny_run({**EXACT, **changes, "data.scores": scores})
+        parts = build(run)
+        for step in (1, 2):
+            run.step = step
+            parts.stepper.forward_backward(parts.train_loader.take(4), step)
+            result = parts.stepper.update(0.02, 0.0)
+            found.append(float(result.statistics["sampling/logp_difference"]))
+    assert found[:2] == [0.0, 0.0]
+    assert min(found[2:]) > 0.0
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
+@pytest.mark.wide("layouts")
+def test_layouts_train_on_the_bits_of_the_sampled_log_probabilities(layout: str) -> None:
+    options = {"parallel.layout": layout, "parallel.tp.sequence_parallel": False} if layout == "tp2" else {}
+    for trace in train_ranks(2, {**EXACT, "adapters.lora.rank": 3, "parallel.layout": layout, **options}):
+        assert [float(one["sampling/logp_difference"]) for one in trace.statistics] == [0.0] * len(trace.losses)
+
+
+def test_scores_of_the_trainer_need_rollouts_of_whole_steps(tmp_path: Path) -> None:
+    few = {"data__scores": "trainer", "data__prompts_per_rollout": 3}
+    assert "does not serve whole steps of one size" in refusal([{"prompt": "x"}], tmp_path, **few)
 
 
 REFUSED = {
-    "pp2": "the model is divided into the chunks of a pipeline",
     "cp2": r"divides the sequence .*of a sample \(cp=2\), which grows token by token",
-    "fsdp2": "stores parts of .* that training gathers for each pass, and sampling gathers no weights",
     "tp2": "divides the positions of a call among 2 ranks; .*tensor parallelism without sequence parallelism",
 }
 
@@ -175,12 +232,6 @@ def test_a_kernel_whose_caches_grow_is_refused_and_never_replaced_because_it_tra
     monkeypatch.setattr("mplug_sampling.sampler._grows", grows)
     with pytest.raises(UsageError, match=r"caches that do not grow, .*kernels/sdpa does not offer 'static"):
         build_model(tiny_run({**TINY, "kernels.default": "sdpa"}))
-
-
-def test_ranks_that_exchange_tokens_of_different_prompts_are_refused_before_launch() -> None:
-    """They would wait for each other: each completes texts of other lengths."""
-    with pytest.raises(UsageError, match=r"parallel/ep lets ranks with different samples exchange tokens \(ep=2\)"):
-        build_model(tiny_run({**TINY, "model.name": "mixtral", "parallel.layout": "ep2"}))
 
 
 @pytest.mark.wide("layouts")

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from mplug import Model, Run, RunConfig
     from mplug.commands import Selection
-    from mplug_rollouts.loader import Pack
+    from mplug_rollouts.loader import Pack, RolloutLoader
+    from mplug_rollouts.rescoring import Rescoring
     from mplug_rollouts.rewards import Functions
     from mplug_rollouts.served import ServedSampler
     from mplug_rollouts.sources import Encoded, SampledSource
-    from mplug_sampling import Completion, Lanes, TrainedSampler
+    from mplug_sampling import Completion, Lanes, Together, TrainedSampler
 
 log = logging.getLogger("mplug.rollouts")
 Split = Literal["train", "validation"]
@@ -34,9 +35,13 @@ class Rollouts(ChatLoader):
         self.config = config
         self._sampler: TrainedSampler | None = None
         self._lanes: Lanes | None = None
+        self._ranks: Together | None = None
         self._num_put_back = 0
+        self._model: Model | None = None
+        self._rescoring: Rescoring | None = None
         self._server: ServedSampler | None = None
         self._source: SampledSource | None = None
+        self._loader: RolloutLoader | None = None
         self._functions: Functions | None = None
         self._is_built = False
 
@@ -55,6 +60,12 @@ class Rollouts(ChatLoader):
             raise UsageError(
                 f"data.cache_tokens={own.cache_tokens} has no room for one prompt with its completion; set it to "
                 f"{longest} or more (trainer.seq_length / data.per_sample + 1)"
+            )
+        if own.scores == "trainer" and not self._serves_whole_steps(config):
+            raise UsageError(
+                "data.scores=trainer scores a rollout in the micro batches of its steps, and a rollout of this run "
+                "does not serve whole steps of one size (data.prompts_per_rollout, data.repeats, "
+                "schedule.batch_rampup); change one of them, or set data.scores=sampler"
             )
         if own.completions == "served" and own.server.weights == "checkpoints":
             from mplug_rollouts.served import refuse_unpublished
@@ -101,7 +112,12 @@ class Rollouts(ChatLoader):
             from mplug_sampling import TrainedSampler
 
             self._sampler = TrainedSampler(graphs=self.config.graphs)
+            self._sampler.gathers = self.config.gather
             self._sampler.adapt_model(run, model)
+            if self._rescores(run.config):
+                from mplug_nn import return_log_probabilities
+
+                return_log_probabilities(model, "data/rollouts")
 
     @hookimpl
     def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
@@ -112,14 +128,15 @@ class Rollouts(ChatLoader):
             self._sampler.select(run, model, selection)
 
     @hookimpl
-    def training_built(self) -> None:
+    def training_built(self, model: "Model") -> None:
         """The model has its memory: completions may be sampled."""
-        self._is_built = True
+        self._is_built, self._model = True, model
 
     @hookimpl
     def training_released(self) -> None:
         """Drop the caches and the model."""
-        self._lanes, self._sampler, self._is_built, self._num_put_back = None, None, False, 0
+        self._model = self._rescoring = None
+        self._lanes, self._ranks, self._sampler, self._is_built, self._num_put_back = None, None, None, False, 0
 
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> Loader:
@@ -150,7 +167,10 @@ class Rollouts(ChatLoader):
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
         self._source = source
-        return RolloutLoader(source, masks_truncated=masks, **common)
+        rescores = own.completions == "sampled" and self._rescores(run.config)
+        rescoring = partial(self._made_rescoring, run) if rescores else None
+        self._loader = RolloutLoader(source, masks_truncated=masks, rescoring=rescoring, **common)
+        return self._loader
 
     @hookimpl
     def step_figures(self, record: "Mapping[str, Any]") -> "Mapping[str, float]":
@@ -193,6 +213,35 @@ class Rollouts(ChatLoader):
         if self._functions is None:
             self._functions = self._new_functions()
         return self._functions
+
+    def _rescores(self, config: "RunConfig") -> bool:
+        """Whether completions get the log-probabilities of the trainer's forward pass."""
+        asked = self.config.scores
+        return asked == "trainer" or (
+            asked == "auto" and config.trainer.deterministic and self._serves_whole_steps(config)
+        )
+
+    def _serves_whole_steps(self, config: "RunConfig") -> bool:
+        """Whether each rollout has the completions of one or several steps of one size."""
+        own, trainer = self.config, config.trainer
+        if own.prompts_per_rollout is None:  # those of a step, as `_check_steps` requires
+            return True
+        of_rollout = own.prompts_per_rollout * own.num_generations * own.repeats
+        return config.schedule.batch_rampup.start is None and not (
+            of_rollout % (trainer.global_batch_size * own.per_sample)
+        )
+
+    def _made_rescoring(self, run: "Run") -> "Rescoring":
+        """What scores completions with the model, which has its memory. Collective."""
+        from mplug_rollouts.rescoring import Rescoring
+        from mplug_sampling import TrainerScores
+
+        if self._rescoring is None:
+            assert self._model is not None
+            assert self._loader is not None
+            scores = TrainerScores(run, self._model, self._loader)
+            self._rescoring = Rescoring(run, scores.of, self.config.per_sample)
+        return self._rescoring
 
     def _check_steps(self, config: "RunConfig") -> None:
         """Refuse steps that end within the completions of a prompt."""
@@ -276,7 +325,9 @@ class Rollouts(ChatLoader):
             )
         own, size = self.config, self.vocabulary.vocab_size
         sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
-        return complete(self._made_lanes(run), tokens, keys, own.max_tokens, sampling, self._ends(prompts))
+        ends = self._ends(prompts)
+        lanes, ranks = self._made_lanes(run)
+        return complete(lanes, ranks, tokens, keys, own.max_tokens, sampling, ends)
 
     def _served(
         self,
@@ -295,26 +346,27 @@ class Rollouts(ChatLoader):
         assert self._server is not None
         return self._server.complete(tokens, keys, want)
 
-    def _made_lanes(self, run: "Run") -> "Lanes":
-        """The lanes, whose caches stay from rollout to rollout."""
+    def _made_lanes(self, run: "Run") -> "tuple[Lanes, Together]":
+        """The lanes, whose caches stay from rollout to rollout, and their ranks. Collective."""
         from mplug.commands import AS_THEY_ARE
-        from mplug_sampling import Lanes, Ranks, replays_for
+        from mplug_sampling import Lanes, Together, replays_for
         from mplug_sampling.fast_steps import compiled_step
 
         assert self._sampler is not None
-        if self._lanes is None:
+        if self._lanes is None or self._ranks is None:
             is_compiled = self.config.graphs and not run.config.trainer.deterministic
             compiled = compiled_step(run, self._sampler)[0] if is_compiled else AS_THEY_ARE
             replays, reasons = replays_for(run, self._sampler, compiled)
             if reasons:
                 raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
             context = run.config.trainer.seq_length // self.config.per_sample + 1
-            ranks = Ranks(run, self._sampler).apart()
             own = self.config
-            self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
-            gib = self._lanes.allocate() / 2**30
+            self._ranks = Together(run, self._sampler, own.gather)
+            self._lanes = Lanes(self._sampler, own.lanes, context, self._ranks, replays, own.cache_tokens)
+            with self._ranks.sampling():
+                gib = self._lanes.allocate() / 2**30
             log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
-        return self._lanes
+        return self._lanes, self._ranks
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:
         from mplug_rollouts.encoding import ends_of

@@ -104,6 +104,17 @@ class RolloutsConfig(BaseModel):
     graphs: Annotated[bool, MAY_CHANGE] = Field(
         False, description="replay the step of a token as a CUDA graph; runs on a GPU without exchanges inside a step"
     )
+    gather: Annotated[Literal["rollout", "units"], MAY_CHANGE] = Field(
+        "rollout",
+        description="of weights that ranks store in parts (fsdp): rollout: gather all of them once for each rollout, "
+        "which needs memory for the whole model; units: gather those of one unit after another for every token",
+    )
+    scores: Literal["auto", "sampler", "trainer"] = Field(
+        "auto",
+        description="whose log-probabilities sampled completions get: sampler: those of the steps that sampled the "
+        "tokens; trainer: those of a forward pass of the micro batches of the steps, before these, which are equal to "
+        "the steps' own bit by bit; auto: trainer under trainer.deterministic if a rollout serves whole steps",
+    )
     scale: Scale = Field(
         "group",
         description="what divides a reward minus the mean of its prompt: the standard deviation of the prompt's "
@@ -145,6 +156,9 @@ class RolloutsConfig(BaseModel):
         for name in ("graphs", "cache_tokens"):
             if self.completions == "served" and getattr(self, name):
                 raise ValueError(f"{name} is of the sampler of the run, and a server completes prompts; remove it")
+        for name in ("scores", "gather"):
+            if self.completions != "sampled" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of the sampler of the run, and it samples no completions; remove it")
         if self.completions == "given" and self.rewards:
             raise ValueError("given completions have their rewards in the lines; remove data.rewards")
         for name in ("repeats", "prompts_per_rollout"):

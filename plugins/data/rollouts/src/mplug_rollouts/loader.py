@@ -1,12 +1,15 @@
 """The loader of completions: a queue that a source fills, and the samples that steps take from it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from mplug import Loader, MicroBatch, RunError
 from mplug_rollouts.groups import Item
+
+if TYPE_CHECKING:
+    from mplug_rollouts.rescoring import Rescoring
 
 Pack = Callable[[Sequence[Sequence[Item]], int], dict[str, Tensor]]
 """(completions of each sample, the number of the first sample) -> their micro batch."""
@@ -40,8 +43,10 @@ class RolloutLoader(Loader):
         shard: tuple[int, int],
         micro_batch_size: int,
         masks_truncated: bool,
+        rescoring: "Callable[[], Rescoring] | None" = None,
     ) -> None:
-        self.masks_truncated = masks_truncated
+        """`rescoring` returns what scores the completions of each rollout anew; it is called when the first one is."""
+        self.masks_truncated, self.rescoring = masks_truncated, rescoring
         self.source, self.pack, self.vocab_size, self.per_sample = source, pack, vocab_size, per_sample
         self.shard, self.micro_batch_size, self.fingerprint = shard, micro_batch_size, source.fingerprint
         self.prompts = self.samples = 0
@@ -53,7 +58,7 @@ class RolloutLoader(Loader):
         while len(self._queue) < number:
             missing = -(-(number - len(self._queue)) // self.per_sample)
             items, num_prompts = self.source.next(self.prompts, missing)
-            self._queue += items
+            self._queue += items if self.rescoring is None else self._rescored(self.rescoring(), items, num_samples)
             self.prompts += num_prompts
         taken, self._queue = self._queue[:number], self._queue[number:]
         if self.masks_truncated and all(item.truncated for item in taken):
@@ -62,9 +67,20 @@ class RolloutLoader(Loader):
                 f"no target; set a larger data.max_tokens, or data.mask_truncated=false"
             )
         first, self.samples = self.samples, self.samples + num_samples
+        return self._batches(taken, self._own(num_samples), first)
+
+    def _rescored(self, rescoring: "Rescoring", items: Sequence[Item], num_samples: int) -> list[Item]:
+        """The completions of a rollout that serves whole steps, scored in the micro batches of these."""
+        own = self._own(num_samples)
+        first = self.samples + len(self._queue) // self.per_sample
+        return rescoring.of(
+            items, num_samples * self.per_sample, first, lambda of_step, begin: [*self._batches(of_step, own, begin)]
+        )
+
+    def _own(self, num_samples: int) -> range:
+        """The samples of a step that this rank computes."""
         index, count = self.shard
-        own = range(num_samples * index // count, num_samples * (index + 1) // count)
-        return self._batches(taken, own, first)
+        return range(num_samples * index // count, num_samples * (index + 1) // count)
 
     def _batches(self, items: Sequence[Item], own: range, first: int) -> Iterator[MicroBatch]:
         """The micro batches of the samples `own` of a step, whose first sample has the number `first`."""

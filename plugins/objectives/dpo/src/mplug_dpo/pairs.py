@@ -88,7 +88,7 @@ class PairLoss(Objective):
         losses = self.loss(chosen, rejected) - self.config.sft_weight * chosen.mean
         self.report(hidden, labels, share, **self._figures(chosen, rejected, counts))
         loss, num_pairs = self.counted_once((losses * counts).sum(), counts.sum(), share)
-        return (loss, num_pairs, each.detach()) if self.recalls else (loss, num_pairs)
+        return (loss, num_pairs, each.detach()) if self.returns else (loss, num_pairs)
 
     def _figures(self, chosen: Answers, rejected: Answers, counts: Tensor) -> dict[str, Tensor]:
         """The sums over pairs of what metrics report."""

@@ -82,7 +82,7 @@ class PolicyLoss(Objective):
             loss, number = self.lack(tokens, sampled, sequences, document_lengths.shape[1])
         else:
             loss, number = self.mean(hidden, labels, values, sequences, document_lengths.shape[1])
-        return (loss, number, each.detach()) if self.recalls else (loss, number)
+        return (loss, number, each.detach()) if self.returns else (loss, number)
 
     def lack(self, tokens: Tokens, sampled: Tensor, sequences: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The loss of an evaluation: minus the mean advantage that the model's own completions would have.

@@ -6,7 +6,8 @@ before it.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,16 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
         if name in order:
             part = model.module.get_submodule(name)
             setattr(part, method, schedule.around(getattr(part, method), [*order].index(name)))
-    model.exchanges.append(WeightExchange(begin=schedule.forget, wait=None))
+    numbers = {name: number for number, name in enumerate(order)}
+    around = partial(_gathering, schedule, numbers)
+    model.exchanges.append(WeightExchange(begin=schedule.forget, wait=None, held=schedule.held, around=around))
+
+
+def _gathering(
+    schedule: "Schedule", numbers: dict[str, int], unit: str, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The call of a unit, with its weights; a unit without sharded weights is called as it is."""
+    return schedule.around(call, numbers[unit]) if unit in numbers else call
 
 
 def _peers(run: "Run", group: "ProcessGroup", lane: Lane, config: "FSDPConfig") -> Peers:
@@ -131,7 +141,7 @@ class Schedule:
     def __init__(self, units: list[Gathered], ahead: int, frees: bool, last: int | None) -> None:
         self.units, self.ahead, self.frees, self.last = units, ahead, frees, last
         self._entered = dict[int, None]()
-        self._is_passing = False
+        self._is_passing = self._is_held = False
         self._under_way = deque[Gathered]()
 
     def around(self, inner: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -149,11 +159,26 @@ class Schedule:
             learning = [one for one in _as_tuple(outputs) if isinstance(one, Tensor) and one.requires_grad]
             for output in learning:
                 output.register_hook(lambda _: self._enter(number))
-            if not learning or (self.frees and number != self.last):
+            if not self._is_held and (not learning or (self.frees and number != self.last)):
                 unit.free()
             return outputs
 
         return call
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In the block, the weights of all units are here, for passes without gradients."""
+        for unit in self.units:
+            unit.gather()
+        for unit in self.units:
+            unit.wait()
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            for unit in self.units:
+                unit.free()
 
     def forget(self) -> None:
         """Free all weights, because this rank's rows have new values."""

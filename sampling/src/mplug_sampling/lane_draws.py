@@ -22,7 +22,7 @@ class Start(NamedTuple):
     prompt: Sequence[int]
     key: int
     sampling: Sampling
-    index: int = 0
+    num_taken: int = 0
 
 
 class LaneDraws:

@@ -181,8 +181,10 @@ def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(
 EXACT: dict[str, Any] = {**TINY, "trainer.deterministic": True, "trainer.precision": "fp32"}
 
 
-@pytest.mark.parametrize("changes", [{"adapters.lora.rank": 3}, {"objectives.grpo.beta": 0.1}], ids=str)
-@pytest.mark.wide("data", quick=["changes0"])
+@pytest.mark.parametrize(
+    "changes", [{"adapters.lora.rank": 3}, {"objectives.grpo.beta": 0.1}], ids=["adapters", "reference"]
+)
+@pytest.mark.wide("data", quick=["adapters"])
 def test_deterministic_runs_train_on_the_bits_of_the_sampled_log_probabilities(changes: dict[str, Any]) -> None:
     """Of the sampler's own steps, they differ by rounding."""
     found = []
@@ -206,9 +208,11 @@ def test_layouts_train_on_the_bits_of_the_sampled_log_probabilities(layout: str)
         assert [float(one["sampling/logp_difference"]) for one in trace.statistics] == [0.0] * len(trace.losses)
 
 
-def test_scores_of_the_trainer_need_rollouts_of_whole_steps(tmp_path: Path) -> None:
+def test_scores_of_the_trainer_need_rollouts_of_whole_steps_and_equal_kernels(tmp_path: Path) -> None:
     few = {"data__scores": "trainer", "data__prompts_per_rollout": 3}
     assert "does not serve whole steps of one size" in refusal([{"prompt": "x"}], tmp_path, **few)
+    with pytest.raises(UsageError, match="inductor compiles passes with and without gradients to different kernels"):
+        build_model(tiny_run({**EXACT, "data.scores": "trainer", "trainer.compile": "inductor"}))
 
 
 REFUSED = {

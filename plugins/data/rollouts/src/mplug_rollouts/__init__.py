@@ -114,7 +114,7 @@ class Rollouts(ChatLoader):
             self._sampler = TrainedSampler(graphs=self.config.graphs)
             self._sampler.gathers = self.config.gather
             self._sampler.adapt_model(run, model)
-            if self._rescores(run.config):
+            if self._rescores(run):
                 from mplug_nn import return_log_probabilities
 
                 return_log_probabilities(model, "data/rollouts")
@@ -167,7 +167,7 @@ class Rollouts(ChatLoader):
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
         self._source = source
-        rescores = own.completions == "sampled" and self._rescores(run.config)
+        rescores = own.completions == "sampled" and self._rescores(run)
         rescoring = partial(self._made_rescoring, run) if rescores else None
         self._loader = RolloutLoader(source, masks_truncated=masks, rescoring=rescoring, **common)
         return self._loader
@@ -214,12 +214,20 @@ class Rollouts(ChatLoader):
             self._functions = self._new_functions()
         return self._functions
 
-    def _rescores(self, config: "RunConfig") -> bool:
-        """Whether completions get the log-probabilities of the trainer's forward pass."""
-        asked = self.config.scores
-        return asked == "trainer" or (
-            asked == "auto" and config.trainer.deterministic and self._serves_whole_steps(config)
-        )
+    def _rescores(self, run: "Run") -> bool:
+        """Whether completions get the log-probabilities of the trainer's forward pass.
+
+        Raises UsageError if they shall, and a step would compute others: inductor makes other kernels of a pass that
+        keeps nothing for backward.
+        """
+        asked, is_equal = self.config.scores, run.compiler != "inductor"
+        if asked == "trainer" and not is_equal:
+            raise UsageError(
+                "data.scores=trainer: inductor compiles passes with and without gradients to different kernels, whose "
+                "log-probabilities differ; set trainer.compile=never, or data.scores=sampler"
+            )
+        wants = asked == "auto" and run.config.trainer.deterministic and self._serves_whole_steps(run.config)
+        return is_equal and (wants or asked == "trainer")
 
     def _serves_whole_steps(self, config: "RunConfig") -> bool:
         """Whether each rollout has the completions of one or several steps of one size."""

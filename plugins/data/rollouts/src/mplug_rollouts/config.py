@@ -113,7 +113,8 @@ class RolloutsConfig(BaseModel):
         "auto",
         description="whose log-probabilities sampled completions get: sampler: those of the steps that sampled the "
         "tokens; trainer: those of a forward pass of the micro batches of the steps, before these, which are equal to "
-        "the steps' own bit by bit; auto: trainer under trainer.deterministic if a rollout serves whole steps",
+        "the steps' own bit by bit (not with trainer.compile=inductor); auto: trainer under trainer.deterministic if "
+        "a rollout serves whole steps, and inductor compiles nothing",
     )
     scale: Scale = Field(
         "group",

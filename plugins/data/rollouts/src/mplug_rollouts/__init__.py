@@ -67,6 +67,11 @@ class Rollouts(ChatLoader):
                 "does not serve whole steps of one size (data.prompts_per_rollout, data.repeats, "
                 "schedule.batch_rampup); change one of them, or set data.scores=sampler"
             )
+        if own.completions != "given" and config.parallel.read_once:
+            raise UsageError(
+                f"parallel.read_once=true lets one rank read for several, and all of them take part when completions "
+                f"are {own.completions}; set parallel.read_once=false"
+            )
         if own.completions == "served" and own.server.weights == "checkpoints":
             from mplug_rollouts.served import refuse_unpublished
 
@@ -126,6 +131,10 @@ class Rollouts(ChatLoader):
             self._check_steps(run.config)
         if run.trains and self._sampler is not None:
             self._sampler.select(run, model, selection)
+            if self.config.graphs:
+                from mplug_sampling.fast_steps import layout_obstacles
+
+                self._refuse_graphs(layout_obstacles(run, self._sampler))
 
     @hookimpl
     def training_built(self, model: "Model") -> None:
@@ -365,8 +374,7 @@ class Rollouts(ChatLoader):
             is_compiled = self.config.graphs and not run.config.trainer.deterministic
             compiled = compiled_step(run, self._sampler)[0] if is_compiled else AS_THEY_ARE
             replays, reasons = replays_for(run, self._sampler, compiled)
-            if reasons:
-                raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
+            self._refuse_graphs(reasons)
             context = run.config.trainer.seq_length // self.config.per_sample + 1
             own = self.config
             self._ranks = Together(run, self._sampler, own.gather)
@@ -375,6 +383,11 @@ class Rollouts(ChatLoader):
                 gib = self._lanes.allocate() / 2**30
             log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
         return self._lanes, self._ranks
+
+    @staticmethod
+    def _refuse_graphs(reasons: "Sequence[str]") -> None:
+        if reasons:
+            raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:
         from mplug_rollouts.encoding import ends_of

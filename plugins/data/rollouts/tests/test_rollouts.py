@@ -140,7 +140,7 @@ def test_a_model_learns_what_is_rewarded() -> None:
     run = tiny_run({**settings, "data.max_tokens": 5, "trainer.precision": "fp32"})
     parts = build(run)
     before = evaluate(run, parts)
-    steps(parts, run, range(1, 13), 0.01)
+    steps(parts, run, range(1, 25), 0.01)
     after = evaluate(run, parts)
     assert -1 <= after < before - 0.3
 

@@ -73,6 +73,7 @@ def test_units_that_training_compiles_sample_as_they_are() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.wide("compile")
 def test_compiled_steps_of_a_model_that_trains_are_not_those_that_training_compiles() -> None:
     """The same completions, by graphs of their own: one for each kind of unit, whatever the length of a prompt."""

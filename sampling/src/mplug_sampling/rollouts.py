@@ -11,7 +11,7 @@ from mplug_sampling.continuous import Lanes
 from mplug_sampling.filling import LaneText, fill_lanes
 from mplug_sampling.sampler import Sampler
 from mplug_sampling.sampling import Sampling
-from mplug_sampling.together import Gathers
+from mplug_sampling.together import Gathers, refuse_even
 
 
 class TrainedSampler(Sampler):
@@ -23,6 +23,7 @@ class TrainedSampler(Sampler):
     def select(self, run: Run, model: Model, selection: Selection) -> None:
         """The part in the hook `offers_selected`. UsageError if the model cannot sample with static caches."""
         self.offers_selected(run, model, selection)
+        refuse_even(run, selection)
         if self.eager_because:
             raise UsageError(
                 f"rollouts need caches that do not grow, and {self.eager_because}; use a kernel with static keys "

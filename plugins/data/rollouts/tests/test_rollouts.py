@@ -180,7 +180,14 @@ def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes"), [("ep2", EXPERTS), ("fsdp2", {"data.gather": "units"})], ids=["ep2", "fsdp2"]
+    ("layout", "changes"),
+    [
+        ("ep2", EXPERTS),
+        ("ep2", {**EXPERTS, "parallel.ep.dispatch": "once_per_rank"}),
+        ("ep2", {**EXPERTS, "parallel.ep.overlap": True}),
+        ("fsdp2", {"data.gather": "units"}),
+    ],
+    ids=["ep2", "once_per_rank", "overlap", "fsdp2"],
 )
 @pytest.mark.wide("layouts")
 def test_ranks_without_any_prompt_of_a_rollout_wait_for_no_rank_and_let_none_wait(
@@ -213,6 +220,12 @@ def test_deterministic_runs_train_on_the_bits_of_the_sampled_log_probabilities(c
     assert min(found[2:]) > 0.0
 
 
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2"])
+@pytest.mark.wide("layouts")
+def test_completions_under_a_layout_may_share_pages_which_run_out(layout: str) -> None:
+    require_parity({**CISPO, "data.cache_tokens": 32, "data.gather": "units"}, layout)
+
+
 BITS: dict[str, dict[str, Any]] = {
     "tp2": {"adapters.lora.rank": 3, "parallel.tp.sequence_parallel": False},
     "pp2": {"adapters.lora.rank": 3},
@@ -240,6 +253,13 @@ REFUSED = {
     "cp2": r"divides the sequence .*of a sample \(cp=2\), which grows token by token",
     "tp2": "divides the positions of a call among 2 ranks; .*tensor parallelism without sequence parallelism",
 }
+
+
+@pytest.mark.parametrize(("layout", "dispatch"), [("etp2", "all_to_all"), ("ep2", "all_gather")])
+def test_exchanges_of_equal_sizes_are_refused_because_texts_differ_in_length(layout: str, dispatch: str) -> None:
+    settings = {**TINY, **EXPERTS, "parallel.layout": layout, "parallel.ep.dispatch": dispatch}
+    with pytest.raises(UsageError, match="does not declare that ranks may exchange tensors of different sizes"):
+        build_model(tiny_run(settings))
 
 
 @pytest.mark.parametrize(

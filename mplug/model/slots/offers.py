@@ -203,6 +203,8 @@ class Wrap:
     If it `moves`, it keeps them in the memory of the CPU. If it calls the inner callable with a part of the sequence at
     a time, `tile` is the number of positions; 0: it does not.
 
+    Ranks with different samples may call an `uneven` wrap that exchanges tensors at the same time with different sizes.
+
     The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps
     surround the compiled unit and stay eager. They take and return what the unit takes and returns.
     """
@@ -220,6 +222,7 @@ class Wrap:
     streams: bool = False
     moves: bool = False
     tile: int = 0
+    uneven: bool = False
 
     @property
     def label(self) -> str:

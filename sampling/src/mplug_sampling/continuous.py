@@ -2,8 +2,8 @@
 
 The batch has a constant number of lanes. A lane computes one text: its prompt is computed apart from other texts, with
 those of other lanes that begin at the same time, and its rows move into the caches of the batch; from then on each step
-computes the next token of all lanes. So a new text does not wait until
-the others have ended, and the shapes of a step never change.
+computes the next token of all lanes. So a new text does not wait until the others have ended, and the shapes of a step
+never change.
 
 Caches have rows for the longest text in each lane, or pages that the lanes share (`paging`). When no page is free, the
 text that began last loses its lane (`Lanes.put_back`), and begins again later with the tokens that it has.
@@ -30,7 +30,7 @@ from mplug_sampling.decoding import ALONE, Alone
 from mplug_sampling.lane_draws import LaneDraws, Start
 from mplug_sampling.paging import PAGE_SIZE, Paging, Room
 from mplug_sampling.sampler import Sampler, cached_modules
-from mplug_sampling.sampling import Sampling, log_probabilities
+from mplug_sampling.sampling import Sampling
 from mplug_sampling.token_steps import WARMUP, Replays, rounded
 from mplug_sampling.transfers import OnTheWay, sent
 
@@ -93,7 +93,6 @@ class Lanes:
         self._scores: Tensor | None = None
         self._of_prompt: tuple[tuple[int, ...], Tensor] | None = None
         """The prompt in the first caches, and its logits."""
-        self._newest: tuple[Tensor, Tensor, Sequence[Sampling | None]] | None = None
         self._num_eager: dict[int, int] = {}
         self._recordings: dict[int, Recording] = {}
         """The recordings of a step, by the number of pages that attention receives of each text (0: no pages)."""
@@ -110,7 +109,7 @@ class Lanes:
     def begin_all(self, starts: Sequence[Start]) -> OnTheWay:
         """Compute prompts in lanes, for which there is `room`: the next tokens [n], and their log-probabilities [n].
 
-        Equal prompts are computed once, and different ones together where the caches can take them (`prompts`).
+        Equal prompts are computed once, and different ones together where the caches can take them (`TOGETHER`).
         """
         for one in starts:
             if not 0 < len(one.prompt) <= self.context:
@@ -129,7 +128,6 @@ class Lanes:
         self._is_active[lanes] = 1
         tokens, scores = self._draws.begin(starts, lanes, logits)
         self._tokens[lanes] = tokens
-        self._newest = logits, tokens, [one.sampling for one in starts]
         return OnTheWay(tokens, scores)
 
     def step(self) -> list[int]:
@@ -139,7 +137,11 @@ class Lanes:
 
     @torch.no_grad()
     def launch(self) -> OnTheWay:
-        """The next token of each lane as in `step` [B], and its log-probability [B]. The CPU waits for nothing."""
+        """The next token of each lane as in `step` [B], and its log-probability [B]. The CPU waits for nothing.
+
+        Log-probabilities are those of the whole model at the temperature of each text (1 of a text that takes the
+        likeliest tokens), whatever other tokens `top_k`, `top_p` and `vocab_size` exclude.
+        """
         self._make_room()
         rows = 1 + max(self._newest_positions.values(), default=0)
         seen = 0 if self._paging is None else self._paging.see(rows)
@@ -157,20 +159,7 @@ class Lanes:
         assert self._logits is not None
         assert self._scores is not None
         self._draws.finish(self._logits, self._tokens, self._scores)
-        self._newest = self._logits, self._tokens, self._draws.samplings
         return OnTheWay(self._tokens, self._scores)
-
-    @torch.no_grad()
-    def log_probabilities(self) -> Tensor:
-        """Those of the tokens of the last `step` [B], or of the token of the last `begin` [1], in at least fp32.
-
-        They are probabilities of the whole model at the temperature of each text (1 of a text that takes the likeliest
-        tokens), whatever other tokens `top_k`, `top_p` and `vocab_size` exclude.
-        """
-        assert self._newest is not None, "no token has been computed"
-        logits, tokens, samplings = self._newest
-        temperatures = [1.0 if one is None or one.temperature == 0 else one.temperature for one in samplings]
-        return log_probabilities(logits, tokens, temperatures)
 
     def forget_prompt(self) -> None:
         """Compute the next prompt, also if it is the one before: the weights may have changed."""

@@ -4,6 +4,7 @@ B prompts of a batch, b of them on this rank, S positions of a call, V vocabular
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -41,6 +42,13 @@ class Alone:
         `last` [b]: the place of each text's last position, if padding follows it.
         """
         return last_logits(model, entries, instead, last)
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """In the block, the model can sample (`Together`)."""
+        return nullcontext()
+
+    def finish(self, compute: Callable[[], object]) -> None:
+        """All texts of these ranks have ended; other ranks may need calls of the model, by `compute` (`Together`)."""
 
     def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
         """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""

@@ -18,11 +18,22 @@ def obstacles(run: Run, sampler: Sampler) -> list[str]:
     """The reasons, as clauses, why no CUDA graph can replay the step of a token; empty if one can."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]
+    of_layout = layout_obstacles(run, sampler)
     if sampler.eager_because:
-        return [*_of_exchanges(run), sampler.eager_because]
-    if run.trains and any(placement.gathered_along for placement in sampler.model.placements.values()):
-        return [*_of_exchanges(run), "the weights are gathered for each rollout, so they have other addresses in each"]
-    return [*_of_exchanges(run), *forward_obstacles(run, sampler.model, OF_TRAINING if run.trains else ())]
+        return [*of_layout, sampler.eager_because]
+    if _gathers(run, sampler):
+        return of_layout
+    return [*of_layout, *forward_obstacles(run, sampler.model, OF_TRAINING if run.trains else ())]
+
+
+def layout_obstacles(run: Run, sampler: Sampler) -> list[str]:
+    """Those of the reasons that the layout gives, which are known before slots are filled."""
+    gathered = ["the weights are gathered for each rollout, so they have other addresses in each"]
+    return [*_of_exchanges(run), *(gathered if _gathers(run, sampler) else ())]
+
+
+def _gathers(run: Run, sampler: Sampler) -> bool:
+    return run.trains and any(placement.gathered_along for placement in sampler.model.placements.values())
 
 
 def _of_exchanges(run: Run) -> Iterator[str]:

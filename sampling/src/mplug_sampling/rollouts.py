@@ -11,7 +11,7 @@ from mplug_sampling.continuous import Lanes
 from mplug_sampling.filling import LaneText, fill_lanes
 from mplug_sampling.sampler import Sampler
 from mplug_sampling.sampling import Sampling
-from mplug_sampling.together import Gathers, Together
+from mplug_sampling.together import Gathers, refuse_even
 
 
 class TrainedSampler(Sampler):
@@ -23,6 +23,7 @@ class TrainedSampler(Sampler):
     def select(self, run: Run, model: Model, selection: Selection) -> None:
         """The part in the hook `offers_selected`. UsageError if the model cannot sample with static caches."""
         self.offers_selected(run, model, selection)
+        refuse_even(run, selection)
         if self.eager_because:
             raise UsageError(
                 f"rollouts need caches that do not grow, and {self.eager_because}; use a kernel with static keys "
@@ -68,7 +69,6 @@ class Completion:
 
 def complete(
     lanes: Lanes,
-    ranks: Together,
     prompts: Sequence[Sequence[int]],
     keys: Sequence[int],
     num_tokens: int,
@@ -77,9 +77,8 @@ def complete(
 ) -> list[Completion]:
     """The completions of prompts, of up to `num_tokens` tokens each, by the present weights.
 
-    `keys` are those of the completions' random numbers. `ranks` are those of the lanes. Collective: groups of ranks
-    have different prompts, and also call this function without any. The model's mode (training or evaluation) is the
-    same afterwards.
+    `keys` are those of the completions' random numbers. Collective: groups of ranks have different prompts, and also
+    call this function without any. The model's mode (training or evaluation) is the same afterwards.
     """
     module = lanes.model.module
     was_training = module.training
@@ -96,9 +95,9 @@ def complete(
         return token in ends or text.truncated
 
     try:
-        with ranks.sampling():
+        with lanes.ranks.sampling():
             fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take, num_tokens)
-            ranks.finish(lanes.compute_nothing)
+            lanes.ranks.finish(lanes.compute_nothing)
     finally:
         module.train(was_training)
     return found

@@ -3,7 +3,7 @@
 - Each group of ranks that has a model samples prompts of its own. If these groups exchange something inside a call of
   the model (the tokens of experts, parts of weights), all make the same number of calls: a group whose texts have ended
   computes a token that nobody reads, until all have ended. The calls of two groups at the same time may differ in
-  shape.
+  shape, so an exchange that needs equal ones is refused (`refuse_even`).
 - The stages of a pipeline run one after another in each call, and the last one shares the logits.
 - Weights that ranks store in parts are gathered for the whole rollout, or in each call (`gathers`).
 
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Mesh, Model, Run, UsageError
-from mplug.commands import Instead
+from mplug.commands import Instead, Selection
 from mplug_sampling.decoding import Ranks
-from mplug_sampling.sampler import Sampler
+from mplug_sampling.sampler import Sampler, owners_of_axes
 from mplug_sampling.stages import run_last
 from mplug_sampling.token_steps import last_logits
 
@@ -42,7 +42,7 @@ class Together(Ranks):
         self._num_logits = max(run.gathered(_num_rows_of_vocabulary(self.model))) if self.divided else 0
         axes = [axis.name for axis in run.mesh.views["dense"] if axis.entries]
         group = run.group(*axes, use="sampling")
-        in_step = exchanging_axis(run.mesh) is not None or (gathers == "units" and stores_parts(self.model))
+        in_step = bool(exchanging_axes(run.mesh)) or (gathers == "units" and stores_parts(self.model))
         self._in_step = group if in_step else None
         self._parts = [one for one in self.model.exchanges if one.held is not None]
         if stores_parts(self.model) and run.group(*axes) is not None and not self._parts:
@@ -88,13 +88,28 @@ class Together(Ranks):
         return self.whole_vocabulary(logits[:, -1])[:, : self._num_logits].to(self._wide)
 
 
-def exchanging_axis(mesh: Mesh) -> str | None:
-    """A mesh axis whose ranks have different samples and exchange tokens inside the model."""
+def exchanging_axes(mesh: Mesh) -> list[str]:
+    """The mesh axes whose ranks have different samples and exchange tokens inside the model."""
+    found = []
     for axis in mesh.axes.values():
         shards = {mesh.batch_shard(rank) for rank in mesh.group(0, axis.name)}
         if "batch" not in axis.entries and len(shards) > 1:
-            return axis.name
-    return None
+            found.append(axis.name)
+    return found
+
+
+def refuse_even(run: Run, selection: Selection) -> None:
+    """Raise UsageError if an exchange of tokens needs calls of equal sizes: texts of two ranks differ in length."""
+    owners = owners_of_axes(run)
+    exchanging = {owners[name] for name in exchanging_axes(run.mesh) if name in owners}
+    for filled in selection.filled:
+        for wrap in filled.wraps:
+            if wrap.plugin in exchanging and not wrap.uneven:
+                raise UsageError(
+                    f"{wrap.label} does not declare that ranks may exchange tensors of different sizes in "
+                    f"'{filled.site.name}' (Wrap.uneven), and ranks that sample have texts of different lengths; use "
+                    f"a method of {wrap.plugin} that sends as many tokens as there are, or a layout without it"
+                )
 
 
 def stores_parts(model: Model) -> bool:

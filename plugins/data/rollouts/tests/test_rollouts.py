@@ -73,6 +73,7 @@ def test_units_that_training_compiles_sample_as_they_are() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.wide("compile")
 def test_compiled_steps_of_a_model_that_trains_are_not_those_that_training_compiles() -> None:
     """The same completions, by graphs of their own: one for each kind of unit, whatever the length of a prompt."""
@@ -140,7 +141,7 @@ def test_a_model_learns_what_is_rewarded() -> None:
     run = tiny_run({**settings, "data.max_tokens": 5, "trainer.precision": "fp32"})
     parts = build(run)
     before = evaluate(run, parts)
-    steps(parts, run, range(1, 13), 0.01)
+    steps(parts, run, range(1, 25), 0.01)
     after = evaluate(run, parts)
     assert -1 <= after < before - 0.3
 
@@ -178,6 +179,25 @@ def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(
     require_parity({**CISPO, **EXPERTS}, layout)
 
 
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("ep2", EXPERTS),
+        ("ep2", {**EXPERTS, "parallel.ep.dispatch": "once_per_rank"}),
+        ("ep2", {**EXPERTS, "parallel.ep.overlap": True}),
+        ("fsdp2", {"data.gather": "units"}),
+    ],
+    ids=["ep2", "once_per_rank", "overlap", "fsdp2"],
+)
+@pytest.mark.wide("layouts")
+def test_ranks_without_any_prompt_of_a_rollout_wait_for_no_rank_and_let_none_wait(
+    layout: str, changes: dict[str, Any]
+) -> None:
+    """A rollout has one prompt, whose completions serve the step: one of the two ranks has none."""
+    few = {"data.num_generations": 8, "data.prompts_per_rollout": 1}
+    require_parity({**CISPO, **few, **changes}, layout)
+
+
 EXACT: dict[str, Any] = {**TINY, "trainer.deterministic": True, "trainer.precision": "fp32"}
 
 
@@ -200,11 +220,25 @@ def test_deterministic_runs_train_on_the_bits_of_the_sampled_log_probabilities(c
     assert min(found[2:]) > 0.0
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2"])
 @pytest.mark.wide("layouts")
-def test_layouts_train_on_the_bits_of_the_sampled_log_probabilities(layout: str) -> None:
-    options = {"parallel.layout": layout, "parallel.tp.sequence_parallel": False} if layout == "tp2" else {}
-    for trace in train_ranks(2, {**EXACT, "adapters.lora.rank": 3, "parallel.layout": layout, **options}):
+def test_completions_under_a_layout_may_share_pages_which_run_out(layout: str) -> None:
+    require_parity({**CISPO, "data.cache_tokens": 32, "data.gather": "units"}, layout)
+
+
+BITS: dict[str, dict[str, Any]] = {
+    "tp2": {"adapters.lora.rank": 3, "parallel.tp.sequence_parallel": False},
+    "pp2": {"adapters.lora.rank": 3},
+    "fsdp2": {"adapters.lora.rank": 3},
+    "ep2": EXPERTS,
+    "ep2 bounded": {**EXPERTS, "parallel.ep.dispatch": "bounded"},
+}
+
+
+@pytest.mark.parametrize("case", BITS)
+@pytest.mark.wide("layouts")
+def test_layouts_train_on_the_bits_of_the_sampled_log_probabilities(case: str) -> None:
+    for trace in train_ranks(2, {**EXACT, **BITS[case], "parallel.layout": case.split()[0]}):
         assert [float(one["sampling/logp_difference"]) for one in trace.statistics] == [0.0] * len(trace.losses)
 
 
@@ -219,6 +253,24 @@ REFUSED = {
     "cp2": r"divides the sequence .*of a sample \(cp=2\), which grows token by token",
     "tp2": "divides the positions of a call among 2 ranks; .*tensor parallelism without sequence parallelism",
 }
+
+
+@pytest.mark.parametrize(("layout", "dispatch"), [("etp2", "all_to_all"), ("ep2", "all_gather")])
+def test_exchanges_of_equal_sizes_are_refused_because_texts_differ_in_length(layout: str, dispatch: str) -> None:
+    settings = {**TINY, **EXPERTS, "parallel.layout": layout, "parallel.ep.dispatch": dispatch}
+    with pytest.raises(UsageError, match="does not declare that ranks may exchange tensors of different sizes"):
+        build_model(tiny_run(settings))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"), [("ep2", "exchange activations (ep=2)"), ("fsdp2", "gathered for each rollout")]
+)
+def test_graphs_that_a_layout_does_not_serve_are_refused_before_launch(layout: str, reason: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        build_model(
+            tiny_run({**TINY, **(EXPERTS if layout == "ep2" else {}), "parallel.layout": layout, "data.graphs": True})
+        )
+    assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("layout", REFUSED)
@@ -380,6 +432,8 @@ def test_what_is_wrong_with_lines_and_settings_is_one_sentence(tmp_path: Path) -
     assert few in refusal([{"prompt": "x"}], tmp_path, data__num_generations=3)
     ramp = {"schedule__batch_rampup__start": 2, "schedule__batch_rampup__increment": 2}
     assert "takes 4 completions" in refusal([{"prompt": "x"}], tmp_path, data__num_generations=8, **ramp)
+    once = "one rank read for several, and all of them take part when completions are sampled"
+    assert once in refusal([{"prompt": "x"}], tmp_path, parallel__read_once=True)
     current = {"objectives__grpo__old": "current", "data__prompts_per_rollout": 6}
     assert "a rollout serves 3 steps" in refusal([{"prompt": "x"}], tmp_path, **current)
     assert "do not fit into trainer.seq_length=48" in refusal([{"prompt": "x"}], tmp_path, data__max_tokens=30)

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import pytest
 import torch
 from mplug_fsdp.gathered import Gathered
 from mplug_fsdp.units import Schedule
@@ -99,3 +100,24 @@ def test_of_sums_in_flight_the_oldest_is_released_first_and_one_may_remain() -> 
         schedule._sum(unit)
     schedule._settle(1)
     assert notes[3:] == ["release a", "release b"]
+
+
+def test_held_units_are_whole_in_the_block_and_freed_after_it_also_when_one_cannot_be_gathered() -> None:
+    schedule, notes = schedule_of("a", "b")
+    call = schedule.around(lambda x: 2 * x, 0)
+    with torch.no_grad(), schedule.held():
+        call(torch.ones(2))
+        assert not [note for note in notes if note.startswith("free")]
+    assert notes[-2:] == ["free a", "free b"]
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    schedule.units[1].gather = fails  # type: ignore[method-assign]
+    notes.clear()
+    with pytest.raises(torch.OutOfMemoryError), schedule.held():
+        raise AssertionError("the block is not entered")
+    assert notes == ["gather a", "free a", "free b"]
+    with torch.no_grad():
+        call(torch.ones(2))
+    assert notes[-1] == "free a"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mplug_rollouts.rewards import Functions
     from mplug_rollouts.served import ServedSampler
     from mplug_rollouts.sources import Encoded, SampledSource
-    from mplug_sampling import Completion, Lanes, Together, TrainedSampler
+    from mplug_sampling import Completion, Lanes, TrainedSampler
 
 log = logging.getLogger("mplug.rollouts")
 Split = Literal["train", "validation"]
@@ -35,7 +35,6 @@ class Rollouts(ChatLoader):
         self.config = config
         self._sampler: TrainedSampler | None = None
         self._lanes: Lanes | None = None
-        self._ranks: Together | None = None
         self._num_put_back = 0
         self._model: Model | None = None
         self._rescoring: Rescoring | None = None
@@ -66,6 +65,11 @@ class Rollouts(ChatLoader):
                 "data.scores=trainer scores a rollout in the micro batches of its steps, and a rollout of this run "
                 "does not serve whole steps of one size (data.prompts_per_rollout, data.repeats, "
                 "schedule.batch_rampup); change one of them, or set data.scores=sampler"
+            )
+        if own.completions != "given" and config.parallel.read_once:
+            raise UsageError(
+                f"parallel.read_once=true lets one rank read for several, and all of them take part when completions "
+                f"are {own.completions}; set parallel.read_once=false"
             )
         if own.completions == "served" and own.server.weights == "checkpoints":
             from mplug_rollouts.served import refuse_unpublished
@@ -126,6 +130,10 @@ class Rollouts(ChatLoader):
             self._check_steps(run.config)
         if run.trains and self._sampler is not None:
             self._sampler.select(run, model, selection)
+            if self.config.graphs:
+                from mplug_sampling.fast_steps import layout_obstacles
+
+                self._refuse_graphs(layout_obstacles(run, self._sampler))
 
     @hookimpl
     def training_built(self, model: "Model") -> None:
@@ -136,7 +144,7 @@ class Rollouts(ChatLoader):
     def training_released(self) -> None:
         """Drop the caches and the model."""
         self._model = self._rescoring = None
-        self._lanes, self._ranks, self._sampler, self._is_built, self._num_put_back = None, None, None, False, 0
+        self._lanes, self._sampler, self._is_built, self._num_put_back = None, None, False, 0
 
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> Loader:
@@ -334,8 +342,7 @@ class Rollouts(ChatLoader):
         own, size = self.config, self.vocabulary.vocab_size
         sampling = Sampling(own.temperature, top_k=1 if is_greedy else 0, vocab_size=size)
         ends = self._ends(prompts)
-        lanes, ranks = self._made_lanes(run)
-        return complete(lanes, ranks, tokens, keys, own.max_tokens, sampling, ends)
+        return complete(self._made_lanes(run), tokens, keys, own.max_tokens, sampling, ends)
 
     def _served(
         self,
@@ -354,27 +361,31 @@ class Rollouts(ChatLoader):
         assert self._server is not None
         return self._server.complete(tokens, keys, want)
 
-    def _made_lanes(self, run: "Run") -> "tuple[Lanes, Together]":
-        """The lanes, whose caches stay from rollout to rollout, and their ranks. Collective."""
+    def _made_lanes(self, run: "Run") -> "Lanes":
+        """The lanes, whose caches stay from rollout to rollout. Collective."""
         from mplug.commands import AS_THEY_ARE
         from mplug_sampling import Lanes, Together, replays_for
         from mplug_sampling.fast_steps import compiled_step
 
         assert self._sampler is not None
-        if self._lanes is None or self._ranks is None:
+        if self._lanes is None:
             is_compiled = self.config.graphs and not run.config.trainer.deterministic
             compiled = compiled_step(run, self._sampler)[0] if is_compiled else AS_THEY_ARE
             replays, reasons = replays_for(run, self._sampler, compiled)
-            if reasons:
-                raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
+            self._refuse_graphs(reasons)
             context = run.config.trainer.seq_length // self.config.per_sample + 1
             own = self.config
-            self._ranks = Together(run, self._sampler, own.gather)
-            self._lanes = Lanes(self._sampler, own.lanes, context, self._ranks, replays, own.cache_tokens)
-            with self._ranks.sampling():
+            ranks = Together(run, self._sampler, own.gather)
+            self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
+            with ranks.sampling():
                 gib = self._lanes.allocate() / 2**30
             log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
-        return self._lanes, self._ranks
+        return self._lanes
+
+    @staticmethod
+    def _refuse_graphs(reasons: "Sequence[str]") -> None:
+        if reasons:
+            raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:
         from mplug_rollouts.encoding import ends_of

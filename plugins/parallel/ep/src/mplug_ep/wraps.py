@@ -79,7 +79,7 @@ def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, 
         own = _travelling(group, bounds, how)
     etp = run.mesh.axes.get("etp")
     outer = [] if etp is not None and etp.size > 1 else _own_part(run, divided)
-    return [*_around(own, EP, divided), *outer]
+    return [*_around(own, EP, divided, uneven=how not in ("all_gather", DEEPEP)), *outer]
 
 
 def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
@@ -97,8 +97,8 @@ def _token_way(run: Run, group: ops.Group, how: str) -> TokenWay:
     return Gathered(group) if how == "all_gather" else OncePerRank(group)
 
 
-def _around(wraps: Wraps, layer: int, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
-    return [Wrap(f"Experts.{name}", wrap, layer, supports=divided) for name, wrap in wraps.items()]
+def _around(wraps: Wraps, layer: int, divided: Callable[[Site, Run], bool], *, uneven: bool = False) -> list[Wrap]:
+    return [Wrap(f"Experts.{name}", wrap, layer, supports=divided, uneven=uneven) for name, wrap in wraps.items()]
 
 
 def _divided(model: Model, axis: str) -> Callable[[Site, Run], bool]:
@@ -145,7 +145,7 @@ def _own_part(run: Run, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
         return combine
 
     wraps: Wraps = {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
-    return _around(wraps, COPIES, divided)
+    return _around(wraps, COPIES, divided, uneven=True)
 
 
 @dataclass(frozen=True)

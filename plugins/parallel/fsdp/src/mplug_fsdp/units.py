@@ -168,12 +168,12 @@ class Schedule:
     @contextmanager
     def held(self) -> Iterator[None]:
         """In the block, the weights of all units are here, for passes without gradients."""
-        for unit in self.units:
-            unit.gather()
-        for unit in self.units:
-            unit.wait()
         self._is_held = True
         try:
+            for unit in self.units:
+                unit.gather()
+            for unit in self.units:
+                unit.wait()
             yield
         finally:
             self._is_held = False

@@ -4,15 +4,18 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deaths import PREPARED, SETTINGS, STEPS, continued_after, figures, healed, overrides, writing_slowly
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
@@ -25,6 +28,7 @@ from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
+from mplug_launch.store_connections import end_waits
 from mplug_launch.survivors import keep_modules, launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
@@ -305,3 +309,24 @@ def test_a_signal_ends_a_run_that_goes_on_after_a_death_before_its_next_step() -
         launch_survivors(2, _stopped_while_it_goes_on, (os.getpid(),), None, None, Healing(0, {1: {}}, covers, print))
     assert stop.value.signal == signal.SIGINT
     assert time.monotonic() - began < 40
+
+
+def test_a_process_that_waits_at_the_store_for_a_dead_one_is_woken() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waiting = TCPStore("127.0.0.1", store.port, is_master=False)
+    failures: list[str] = []
+
+    def wait() -> None:
+        try:
+            waiting.wait(["member_1"], timedelta(seconds=30))
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while thread.is_alive() and time.monotonic() < deadline:  # as long as it has not left its work
+        end_waits(store.port)
+        thread.join(0.05)
+    assert failures
+    assert "imeout" not in failures[0]

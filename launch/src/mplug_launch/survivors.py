@@ -3,15 +3,15 @@
 The launcher serves the store at which the processes meet, so it outlives all of them. When a process dies, the launcher
 sends each of the others a `Membership`: its rank in the next attempt, or that it waits as a spare. A thread of the
 process receives it, and ends collectives on a GPU that wait for the dead process; those on a CPU end by themselves,
-because the connection is closed. The main thread leaves its work with an error, frees what the work has built, and does
-it again with the variables of its new rank. Spare processes wait from the start, with all modules imported.
+because the connection is closed. It also ends waits at the store, where the dead process may be expected. The main
+thread leaves its work with an error, frees what the work has built, and does it again with the variables of its new
+rank. Spare processes wait from the start, with all modules imported.
 """
 
 import gc
 import logging
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
@@ -29,6 +29,7 @@ from mplug.run.launching import Healing, Stopped
 from mplug_launch.launch import GRACE, PRELOADED, report_termination
 from mplug_launch.meeting import GPU
 from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, Started, cause_of_death
+from mplug_launch.store_connections import end_waits
 
 log = logging.getLogger("mplug")
 
@@ -298,20 +299,18 @@ class Inbox:
 
     def __init__(self, line: Pipe) -> None:
         self._line, self._ends_collectives = line, False
-        self._memberships: queue.Queue[Membership] = queue.Queue()
+        self._newest: Membership | None = None
+        self._changed = threading.Condition()
         threading.Thread(target=self._receive, daemon=True, name="mplug launcher").start()
 
     def take(self, seconds: float | None = None) -> Membership | None:
         """The newest membership; None if none comes in so many seconds."""
-        while True:
-            try:
-                found = self._memberships.get(timeout=seconds)
-            except queue.Empty:
-                if self._ends_collectives:
-                    continue
-                return None
-            if self._memberships.empty():
-                return found
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._newest is not None, seconds):
+                if not self._ends_collectives:
+                    return None
+            found, self._newest = self._newest, None
+            return found
 
     def _receive(self) -> None:
         while True:
@@ -325,8 +324,19 @@ class Inbox:
             self._ends_collectives = True
             if message.attempt:
                 abort_collectives()  # before the main thread makes the groups of the next attempt
-            self._memberships.put(message)
+            with self._changed:
+                self._newest = message
+                self._changed.notify_all()
             self._ends_collectives = False
+            while message.attempt and self._end_waits(message.port) and not self._line.poll(0.1):
+                pass  # the main thread may come to the store of an attempt that has ended only now
+
+    def _end_waits(self, port: int) -> bool:
+        """End waits at the store unless the main thread has taken the newest membership: whether it has not."""
+        with self._changed:
+            if self._newest is not None:
+                end_waits(port)
+            return self._newest is not None
 
 
 def abort_collectives() -> None:

@@ -1,0 +1,27 @@
+"""The connections of this process to the store at which the processes of a run meet."""
+
+import os
+import socket
+import sys
+from contextlib import suppress
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def end_waits(port: int) -> None:
+    """End the connections of this process to the store at a port of this machine: what waits there raises an error.
+
+    A process that meets the others waits there for each of them, for minutes, also for one that has died. Not in a
+    process that uses a GPU: threads of NCCL use the store too.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_initialized():
+        return
+    for number in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as other:  # not all files are connections
+            if other.family in (socket.AF_INET, socket.AF_INET6) and _is_store(other.getpeername(), port):
+                other.shutdown(socket.SHUT_RDWR)
+
+
+def _is_store(address: tuple[str, int], port: int) -> bool:
+    return address[0] in LOOPBACK and address[1] == port

@@ -28,6 +28,7 @@ from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
+from mplug_heal.smaller import refuse_meeting_again
 from mplug_launch.store_connections import end_waits
 from mplug_launch.survivors import keep_modules, launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
@@ -212,6 +213,7 @@ def test_a_layout_that_cannot_become_smaller_needs_a_spare_process() -> None:
 
 
 COPIES = {"parallel.cp.transport": "copy_engines"}
+GPUS = {"trainer.device": "cuda"}
 
 
 @pytest.mark.parametrize(
@@ -219,6 +221,12 @@ COPIES = {"parallel.cp.transport": "copy_engines"}
     [
         ("", {}, "a run of one process"),
         ("dp2", {"parallel.read_once": True}, "parallel.read_once=false"),
+        (
+            "dp4",
+            GPUS,
+            r"meet again .* SIGSEGV.* this run has 4 and 0 spare; .* use --restarts \(with extensions.local_ch",
+        ),
+        ("dp2", {**GPUS, "extensions.heal.spares": 1}, "this run has 2 and 1 spare"),
         ("fsdp2", {"parallel.fsdp.transport": "copy_engines"}, r"signals between GPUs.*\(extensions/heal\)"),
         ("fsdp2", {"parallel.fsdp.sum_transport": "copy_engines"}, "set transport and sum_transport to messages"),
         ("dp2cp2", {"parallel.cp.method": "ulysses", **COPIES}, "use parallel.cp.transport=messages, or leave"),
@@ -227,6 +235,10 @@ COPIES = {"parallel.cp.transport": "copy_engines"}
 def test_what_cannot_be_healed_is_refused(layout: str, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         layouts_of(layout, **settings)
+
+
+def test_two_processes_on_gpus_go_on_in_one() -> None:
+    refuse_meeting_again(run_of("fsdp2", **GPUS), spares=0)
 
 
 def test_a_run_that_deaths_have_left_in_one_process_resumes_in_it() -> None:

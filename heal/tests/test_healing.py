@@ -30,7 +30,8 @@ from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.smaller import refuse_meeting_again
 from mplug_launch.store_connections import end_waits
-from mplug_launch.survivors import keep_modules, launch_survivors
+from mplug_launch.surviving import keep_modules
+from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
 from mplug_saving.saver import Saver
@@ -334,6 +335,7 @@ def test_a_process_that_waits_at_the_store_for_a_dead_one_is_woken() -> None:
         except RuntimeError as error:
             failures.append(str(error))
 
+    num_open = len(os.listdir("/dev/fd"))
     thread = threading.Thread(target=wait)
     thread.start()
     deadline = time.monotonic() + 20
@@ -342,3 +344,4 @@ def test_a_process_that_waits_at_the_store_for_a_dead_one_is_woken() -> None:
         thread.join(0.05)
     assert failures
     assert "imeout" not in failures[0]
+    assert len(os.listdir("/dev/fd")) <= num_open

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import sys
 from contextlib import suppress
 
@@ -18,9 +19,14 @@ def end_waits(port: int) -> None:
     if torch is None or torch.cuda.is_initialized():
         return
     for number in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as other:  # not all files are connections
-            if other.family in (socket.AF_INET, socket.AF_INET6) and _is_store(other.getpeername(), port):
-                other.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # closed in the meantime, or not connected
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                other = socket.socket(fileno=number)
+                try:
+                    if other.family in (socket.AF_INET, socket.AF_INET6) and _is_store(other.getpeername(), port):
+                        other.shutdown(socket.SHUT_RDWR)
+                finally:
+                    other.detach()  # it is not this object's, which would close it
 
 
 def _is_store(address: tuple[str, int], port: int) -> bool:

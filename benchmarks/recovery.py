@@ -5,8 +5,8 @@
 
 For each way, starts `mplug train`, kills the process of the last rank, and waits for the next line of metrics.jsonl;
 that as often as is asked (once with `fewer`). The ways: `restart` starts all processes again from a checkpoint
-(`--restarts`), `spares` replaces the dead process (`extensions.heal.spares`), and `fewer` goes on without it. Linux
-only: a process is found by the log that it holds open.
+(`--restarts`), `spares` replaces the dead process (`extensions.heal.spares`), and `fewer` goes on without it. On GPUs,
+mplug refuses `spares`, and `fewer` of more than two processes. Linux only: a process is found by the log that it holds open.
 """
 
 import argparse

@@ -4,15 +4,18 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deaths import PREPARED, SETTINGS, STEPS, continued_after, figures, healed, overrides, writing_slowly
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
@@ -25,7 +28,10 @@ from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
-from mplug_launch.survivors import keep_modules, launch_survivors
+from mplug_heal.smaller import refuse_meeting_again
+from mplug_launch.store_connections import end_waits
+from mplug_launch.surviving import keep_modules
+from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
 from mplug_saving.saver import Saver
@@ -208,6 +214,7 @@ def test_a_layout_that_cannot_become_smaller_needs_a_spare_process() -> None:
 
 
 COPIES = {"parallel.cp.transport": "copy_engines"}
+GPUS = {"trainer.device": "cuda"}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +222,12 @@ COPIES = {"parallel.cp.transport": "copy_engines"}
     [
         ("", {}, "a run of one process"),
         ("dp2", {"parallel.read_once": True}, "parallel.read_once=false"),
+        (
+            "dp4",
+            GPUS,
+            r"meet again .* SIGSEGV.* this run has 4 and 0 spare; .* use --restarts \(with extensions.local_ch",
+        ),
+        ("dp2", {**GPUS, "extensions.heal.spares": 1}, "this run has 2 and 1 spare"),
         ("fsdp2", {"parallel.fsdp.transport": "copy_engines"}, r"signals between GPUs.*\(extensions/heal\)"),
         ("fsdp2", {"parallel.fsdp.sum_transport": "copy_engines"}, "set transport and sum_transport to messages"),
         ("dp2cp2", {"parallel.cp.method": "ulysses", **COPIES}, "use parallel.cp.transport=messages, or leave"),
@@ -223,6 +236,10 @@ COPIES = {"parallel.cp.transport": "copy_engines"}
 def test_what_cannot_be_healed_is_refused(layout: str, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         layouts_of(layout, **settings)
+
+
+def test_two_processes_on_gpus_go_on_in_one() -> None:
+    refuse_meeting_again(run_of("fsdp2", **GPUS), spares=0)
 
 
 def test_a_run_that_deaths_have_left_in_one_process_resumes_in_it() -> None:
@@ -305,3 +322,26 @@ def test_a_signal_ends_a_run_that_goes_on_after_a_death_before_its_next_step() -
         launch_survivors(2, _stopped_while_it_goes_on, (os.getpid(),), None, None, Healing(0, {1: {}}, covers, print))
     assert stop.value.signal == signal.SIGINT
     assert time.monotonic() - began < 40
+
+
+def test_a_process_that_waits_at_the_store_for_a_dead_one_is_woken() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waiting = TCPStore("127.0.0.1", store.port, is_master=False)
+    failures: list[str] = []
+
+    def wait() -> None:
+        try:
+            waiting.wait(["member_1"], timedelta(seconds=30))
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    num_open = len(os.listdir("/dev/fd"))
+    thread = threading.Thread(target=wait)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while thread.is_alive() and time.monotonic() < deadline:  # as long as it has not left its work
+        end_waits(store.port)
+        thread.join(0.05)
+    assert failures
+    assert "imeout" not in failures[0]
+    assert len(os.listdir("/dev/fd")) <= num_open

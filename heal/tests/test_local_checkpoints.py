@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deaths import figures, healed
 
+from mplug.cli.train_start import beginning
 from mplug.distributed.supervision import Send
 from mplug.errors import UsageError
 from mplug.run.prepare import prepare
@@ -175,7 +176,11 @@ def test_a_run_continues_from_local_disks_when_a_machine_is_replaced(
     found = attempted(tmp_path, "fsdp2", ends_in=STEPS)
     assert [len(parts(tmp_path, disk, step)) for disk in (0, 1) for step in (2, 4, 6)] == [0, 2, 2] * 2, found
     replaced(tmp_path)
+    killed = parts(tmp_path, 0, 6)[0].parents[1] / "step_00000007.3f1c" / ".tmpQ4x"
+    killed.parent.mkdir()
+    killed.write_bytes(b"what a killed save leaves")
     assert attempted(tmp_path, "fsdp2") == [[], []]  # its last checkpoint is newer
+    assert not [*tmp_path.glob("disk*/one-*")]
     assert (
         origin(tmp_path)
         == "after step 6, from its local checkpoints, with copies of the part of rank 1 on other machines"
@@ -269,11 +274,28 @@ def test_processes_whose_memory_lacks_a_part_go_on_from_the_local_disk(tmp_path:
         assert one == pytest.approx(other, rel=EXACT)
 
 
+def test_any_error_of_the_writing_thread_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_part(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(local_saves, "write_part", write_part)
+    writing = local_saves._Writing(Key(2, "a"), tmp_path / "one", {0: Part(1, {})})
+    writing.join()
+    assert writing.error == "ValueError"
+    assert writing not in local_saves._UNFINISHED
+
+
 def test_a_run_without_a_shared_checkpoint_can_be_resumed_once_it_is_saved_locally(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no complete checkpoint"):
         Saving().newest(tmp_path, restarted=False)
     (tmp_path / ELSEWHERE).touch()
     assert Saving().newest(tmp_path, restarted=False) is None
+
+
+def test_a_run_that_continues_from_local_disks_does_not_begin_from_scratch(tmp_path: Path) -> None:
+    run = prepare(tiny_config({f"{SECTION}.folder": str(tmp_path)}))
+    assert beginning(None, None, run) == "without a shared checkpoint"
+    assert beginning(None, None, prepare(tiny_config({}))) == beginning(None, None) == "from scratch"
 
 
 # What is refused, and what needs no processes.

@@ -152,7 +152,7 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
                 job = replace(job, resume_from=saving.newest(job.directory, restarted=True))
                 readable = saving.readable_after(error, run, job.resume_from)
             is_anew = readable is None and run.config.checkpoint.pretrained is not None
-            where = beginning(readable, beginnings().source(run) if is_anew else None)
+            where = beginning(readable, beginnings().source(run) if is_anew else None, run)
             click.echo(f"mplug: {error}; continuing {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
 

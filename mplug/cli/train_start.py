@@ -88,7 +88,8 @@ class Start:
 
         run = self.run
         layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
-        steps, where = run.config.trainer.steps, beginning(self.readable, self.weights)
+        steps = run.config.trainer.steps
+        where = beginning(self.readable, self.weights, run if self.request.resume else None)
         found = provided("beginnings") if names_some(run.config.settings) else None
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
@@ -231,8 +232,10 @@ def _refuse_model(
     return weights, [*lines, *memory], [*about, *step]
 
 
-def beginning(readable: "Checkpoint | None", weights: str | None) -> str:
-    """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
+def beginning(readable: "Checkpoint | None", weights: str | None, again: "Run | None" = None) -> str:
+    """Text about the start of a run, 'from step 100' or 'from scratch'; `again` is one that continues, if any."""
     if readable is not None:
         return f"from step {readable.manifest['step']}"
+    if again is not None and again.hooks.implementers("copies"):
+        return "without a shared checkpoint"
     return f"with the weights of {weights}" if weights is not None else "from scratch"

@@ -29,7 +29,9 @@ class Heal:
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         spares: NonNegativeInt = Field(
-            0, description="processes that wait from the start of the run, each of which can replace a dead one"
+            0,
+            description="processes that wait from the start of the run, each of which can replace a dead one (not on "
+            "GPUs)",
         )
         fewer: bool = Field(
             True,
@@ -63,7 +65,7 @@ class Heal:
 
         if run.mesh.world_size == 1 and any(key[:2] == ("extensions", "heal") for key in base):
             return Healing(0, {}, covers, rehearsed)  # resumed after deaths that have left one process
-        refuse_unhealable(run, world)
+        refuse_unhealable(run, world, self.config.spares)
         layouts = smaller_layouts(run, base, overrides) if self.config.fewer else {}
         if not layouts and not self.config.spares:
             from mplug.errors import UsageError

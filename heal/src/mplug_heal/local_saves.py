@@ -25,7 +25,7 @@ from mplug.system.files import write_whole
 from mplug.training.save_times import EverySteps, SaveTimes
 from mplug_heal.live_state import LiveState, capture
 from mplug_heal.local_config import LocalConfig
-from mplug_heal.local_files import Key, Part, found_on, remove_others, remove_parts, write_part
+from mplug_heal.local_files import Key, Part, remove_others, remove_parts, write_part
 from mplug_heal.local_reads import continued
 from mplug_heal.machines import Place, expanded, keepers, place_of_process, refusal
 from mplug_heal.parts import copied, second_copies
@@ -60,13 +60,14 @@ class _Writing(threading.Thread):
         try:
             for rank, part in self._parts.items():
                 write_part(self._folder, rank, part)
-        except OSError as error:
-            full = "os error 28" in str(error) or error.errno == 28
-            self.error = "no space left on the device" if full else str(error)
+        except Exception as error:  # what is not known to be written counts as failed
+            full = "os error 28" in str(error) or getattr(error, "errno", None) == 28
+            self.error = "no space left on the device" if full else str(error) or type(error).__name__
             log.warning("cannot save the local checkpoint '%s': %s", self._folder, self.error)
             remove_parts(self._folder, self._parts)
-        self.seconds = time.monotonic() - began
-        _UNFINISHED.discard(self)
+        finally:
+            self.seconds = time.monotonic() - began
+            _UNFINISHED.discard(self)
 
 
 class LocalSaves:
@@ -112,6 +113,8 @@ class LocalSaves:
             return None
         key, source = found
         self._complete = [key]
+        if self._removes:  # what a killed save has left would take room from the next one
+            remove_others(self._root, self._complete)
         return source
 
     def is_due(self, run: Run) -> bool:
@@ -179,14 +182,16 @@ class LocalSaves:
         print(f"mplug: {sentence}", file=sys.stderr, flush=True)
 
     def finish(self, run: Run) -> None:
-        """Wait for the last save. After the last step of the run, remove this rank's parts."""
+        """Wait for the last save. After the last step of the run, remove what the run has saved."""
         if (writing := self._writing) is not None:
             writing.join()
         if run.step < run.config.trainer.steps or self._root is None:
             return
-        ranks = [run.rank, *(rank for rank, keeper in self._keepers.items() if keeper == run.rank)]
-        for key in found_on(self._root):
-            remove_parts(key.folder(self._root), ranks)
+        if writing is not None:  # other ranks may still write their parts of it
+            ranks = [run.rank, *(rank for rank, keeper in self._keepers.items() if keeper == run.rank)]
+            remove_parts(writing.key.folder(self._root), ranks)
+        if self._removes:
+            remove_others(self._root, [writing.key] if writing is not None else [])
         with suppress(OSError):  # another rank of this machine has its parts there
             self._root.rmdir()
 

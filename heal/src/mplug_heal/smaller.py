@@ -23,7 +23,7 @@ EMPTY = '""'
 SOURCE = "a process has died"
 
 
-def refuse_unhealable(run: Run, world: "World | None") -> None:
+def refuse_unhealable(run: Run, world: "World | None", spares: int) -> None:
     """Raise UsageError for a run whose processes cannot go on after one of them has died."""
     if world is not None:
         raise UsageError(
@@ -32,6 +32,7 @@ def refuse_unhealable(run: Run, world: "World | None") -> None:
         )
     if run.mesh.world_size == 1:
         raise UsageError("extensions.heal: a run of one process has no other one to go on in; name a layout")
+    refuse_meeting_again(run, spares)
     if run.mesh.independent:
         raise UsageError(
             f"extensions.heal: workers of this run train on their own ({listed(run.mesh.independent)}), so no other "
@@ -50,6 +51,20 @@ def refuse_unhealable(run: Run, world: "World | None") -> None:
 
     if build_model(run).engine is not None:
         raise UsageError("extensions.heal: the engine of another framework keeps the parts of this run")
+
+
+def refuse_meeting_again(run: Run, spares: int) -> None:
+    """Raise UsageError for a run on GPUs of which more than one process could go on: that has never worked."""
+    from mplug.model.build import choose_device  # imports torch
+
+    device = choose_device(run.config) if run.device == "auto" else run.device
+    if device.startswith("cuda") and (spares or run.mesh.world_size > 2):
+        raise UsageError(
+            f"extensions.heal: on GPUs, processes that meet again after a death have died of SIGSEGV, so only a run of "
+            f"two processes without spare ones can go on, in one process; this run has {run.mesh.world_size} and "
+            f"{spares} spare; leave the extension out, and use --restarts (with extensions.local_checkpoints, a "
+            f"restart repeats few steps)"
+        )
 
 
 def rehearsed(job: Job, *_: object) -> None:

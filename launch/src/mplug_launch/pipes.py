@@ -64,6 +64,10 @@ class Pipe:
         """Wait for the launcher's next message."""
         return self._line.recv()
 
+    def poll(self, seconds: float) -> bool:
+        """Wait at most so many seconds for the launcher's next message: whether there is one."""
+        return self._line.poll(seconds)
+
 
 class Pipes:
     """The launcher's pipes to its processes: it sends signals, and receives messages.

@@ -25,7 +25,8 @@ from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
-from mplug_launch.survivors import keep_modules, launch_survivors
+from mplug_launch.attempts import keep_modules
+from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
 from mplug_saving.saver import Saver

@@ -1,0 +1,187 @@
+"""A process that outlives the death of another one: it does its work again, as often as the launcher asks for it."""
+
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mplug.distributed.world import LOCALHOST
+from mplug.errors import Diverged, UsageError
+from mplug_launch.launch import report_termination
+from mplug_launch.meeting import GPU
+from mplug_launch.pipes import Pipe, Started
+
+log = logging.getLogger("mplug")
+
+PATIENCE = 5.0
+"""Seconds in which a process that has failed waits for the news that another one has died."""
+WITHOUT_WATCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+"""Variables with which torch's own thread does not end a process because a collective has failed."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The place of a process in an attempt; a process whose rank is None waits as a spare."""
+
+    attempt: int
+    rank: int | None
+    size: int
+    port: int
+    gpu: int
+
+    def enter(self) -> None:
+        """Set the variables of torchrun, from which the work reads its world."""
+        os.environ |= {
+            "MASTER_ADDR": LOCALHOST,
+            "MASTER_PORT": str(self.port),
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "TORCHELASTIC_RUN_ID": str(os.getppid()),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            GPU: str(self.gpu),
+        }
+
+
+@dataclass(frozen=True)
+class Done:
+    """The last message of a process that has done its work, and the attempt in which it did."""
+
+    attempt: int
+    result: Any
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A process begins its work in an attempt; what it has sent before is of an earlier one."""
+
+    attempt: int
+
+
+class Inbox:
+    """Receives what the launcher sends: signals, and memberships."""
+
+    def __init__(self, line: Pipe) -> None:
+        self._line, self._ends_collectives = line, False
+        self._memberships: queue.Queue[Membership] = queue.Queue()
+        threading.Thread(target=self._receive, daemon=True, name="mplug launcher").start()
+
+    def take(self, seconds: float | None = None) -> Membership | None:
+        """The newest membership; None if none comes in so many seconds."""
+        while True:
+            try:
+                found = self._memberships.get(timeout=seconds)
+            except queue.Empty:
+                if self._ends_collectives:
+                    continue
+                return None
+            if self._memberships.empty():
+                return found
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._line.recv()
+            except (EOFError, OSError):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not isinstance(message, Membership):
+                os.kill(os.getpid(), message)
+                continue
+            self._ends_collectives = True
+            if message.attempt:
+                abort_collectives()  # before the main thread makes the groups of the next attempt
+            self._memberships.put(message)
+            self._ends_collectives = False
+
+
+def abort_collectives() -> None:
+    """End the collectives on a GPU that wait for a dead process: NCCL does not notice its death."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or not torch.distributed.is_initialized():
+        return
+    try:
+        torch.distributed.distributed_c10d._abort_process_group()
+    except Exception as error:
+        log.warning("the process groups could not be ended: %s", error)
+
+
+def do_work(
+    number: int,
+    ends: Sequence[Connection],
+    rehearse: Callable[..., object] | None,
+    work: Callable[..., Any],
+    *arguments: Any,
+) -> None:
+    """Do the work of a process as often as a membership asks for it, in a session of its own."""
+    os.setsid()
+    os.environ |= {name: value for name, value in WITHOUT_WATCH.items() if name not in os.environ}
+    for other, end in enumerate(ends):
+        if other != number:
+            end.close()
+    line = Pipe(ends[number])
+    report_termination(line)
+    line.send(Started(os.getpid()))
+    inbox = Inbox(line)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if rehearse is not None:
+        rehearse(*arguments)
+    keep_modules()
+    membership = inbox.take()
+    while membership is not None:
+        if membership.rank is None:
+            membership = inbox.take()
+            continue
+        membership.enter()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        line.send(Entered(membership.attempt))
+        message, membership = _attempted(line, inbox, membership.attempt, work, arguments)
+        if membership is None:
+            line.send(message)
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a process that waits ends with the launcher
+        leave_groups()
+
+
+def keep_modules() -> None:
+    """Let a collection after a death look at what the run has made, not at the modules, which takes 0.3 s.
+
+    What is garbage now, such as the rehearsed model, would never be freed, so it is collected before.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _attempted(
+    line: Pipe, inbox: Inbox, attempt: int, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Any, Membership | None]:
+    """(the last message of this process, None), or (None, the membership with which it begins again)."""
+    try:
+        return Done(attempt, work(*arguments, line.send)), None
+    except (UsageError, Diverged) as error:  # a collective that was ended on a GPU may leave any value, also NaN
+        failure, patience = (type(error).__name__, str(error)), 0.1
+    except Exception as error:
+        failure, patience = (type(error).__name__, str(error)), PATIENCE
+    again = inbox.take(patience)  # the error and what its traceback holds are free here
+    return (None, again) if again is not None else (failure, None)
+
+
+def leave_groups() -> None:
+    """Free the process groups of an attempt, which closes their connections: others may wait for this process."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # those of a GPU have been aborted
+        dist.destroy_process_group()
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

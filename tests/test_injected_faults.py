@@ -37,6 +37,17 @@ def test_every_fault_can_be_planted_and_its_area_has_tests(replant: ModuleType) 
     assert [word for words in areas.values() for word in words if not replant.files_of_area([word])] == []
 
 
+def test_a_missing_file_and_a_name_of_no_fault_are_refused(
+    replant: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, sentence in (("keep none.jsonl", "there is no file 'none.jsonl'"), ("run --out x --only zz", "'zz'")):
+        monkeypatch.setattr(sys, "argv", ["replant.py", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            replant.main()
+        assert ended.value.code == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_a_recorded_test_is_found_in_the_file_to_which_it_has_gone(replant: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests", "plugins"]\n')
     for name in ("tests/test_old.py", "tests/near/test_new.py", "plugins/test_new.py"):

@@ -241,6 +241,12 @@ def keep(options: argparse.Namespace) -> None:
     )
 
 
+def _existing(word: str) -> Path:
+    if not Path(word).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file '{word}'")
+    return Path(word)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -248,7 +254,7 @@ def main() -> None:
         added = commands.add_parser(function.__name__, help=function.__doc__, description=function.__doc__)
         added.set_defaults(function=function)
         if function is not run:
-            added.add_argument("results", type=Path, nargs="+")
+            added.add_argument("results", type=_existing, nargs="+", help="files that `run` has written with --out")
             continue
         added.add_argument("--out", type=Path, required=True, metavar="RESULTS", help="results, a line of JSON a fault")
         added.add_argument("--only", action="append", default=[], metavar="WORDS", help="faults whose names hold them")

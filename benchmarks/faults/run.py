@@ -112,7 +112,11 @@ def read_faults(path: Path, only: list[str]) -> list[Fault]:
     names = [fault.name for fault in faults]
     if len(set(names)) < len(names):
         sys.exit(f"'{path}' has a name twice: {next(name for name in names if names.count(name) > 1)}")
-    return [fault for fault in faults if not only or any(word in fault.name for word in only)]
+    chosen = [fault for fault in faults if not only or any(word in fault.name for word in only)]
+    if only and not chosen:
+        print(f"--only: no fault of '{path}' has a name with {' or '.join(map(repr, only))}", file=sys.stderr)
+        sys.exit(2)
+    return chosen
 
 
 # check

@@ -28,7 +28,7 @@ from mplug.training.metrics_writer import MetricsFile
 from mplug.training.stepper import DefaultStepper
 from mplug_heal import local_files, local_saves
 from mplug_heal.local_files import Key, Part, found_on, read_part, write_part
-from mplug_heal.machines import Place, keepers, readers, refusal
+from mplug_heal.machines import Place, keepers, place_of_process, readers, refusal
 from mplug_saving.boxes import Boxed
 from mplug_saving.folder import complete
 from mplug_saving.names import ELSEWHERE
@@ -335,6 +335,12 @@ def test_a_folder_that_two_machines_see_is_refused() -> None:
         "n1 and n2 see the same folder '/d'"
     )
     assert refusal([Place("n1", "a", "x"), Place("n2", "b", error="no")], "/d") == "rank 1 on n2: no"
+
+
+def test_the_field_that_names_an_unknown_variable_is_named(tmp_path: Path) -> None:
+    assert place_of_process("$NO_SUCH/x", None).error == "the environment lacks a variable of folder='$NO_SUCH/x'"
+    assert place_of_process(str(tmp_path), "$NO_SUCH").error == "the environment lacks a variable of machine='$NO_SUCH'"
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_part_is_read_as_it_was_written_and_damage_is_found(tmp_path: Path) -> None:

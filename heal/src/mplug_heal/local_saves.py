@@ -80,7 +80,7 @@ class LocalSaves:
         self._config, self._base = config, Path(expanded(config.folder))
         self._places: list[Place] = run.gathered(place_of_process(config.folder, config.machine))
         if reason := refusal(self._places, config.folder):
-            raise UsageError(f"{SECTION}.folder: {reason}")
+            raise UsageError(f"{SECTION}: {reason}")
         self._keepers = keepers([place.machine for place in self._places]) if config.peer is not False else {}
         self._refuse_or_state_one_machine(run)
         disks = [place.disk for place in self._places]

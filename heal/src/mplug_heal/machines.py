@@ -30,16 +30,16 @@ def place_of_process(folder: str, machine: str | None) -> Place:
     """The place of this process; `folder` and `machine` may name environment variables."""
     host = socket.gethostname()
     named: Hashable = (host, _boot()) if machine is None else expanded(machine)
-    for text in (folder, machine or ""):
+    for field, text in (("folder", folder), ("machine", machine or "")):
         if "$" in expanded(text):
-            return Place(host, named, error=f"the environment lacks a variable of '{text}'")
+            return Place(host, named, error=f"the environment lacks a variable of {field}='{text}'")
     path = Path(expanded(folder))
     if not path.is_absolute():
-        return Place(host, named, error=f"'{path}' is no absolute path")
+        return Place(host, named, error=f"folder '{path}' is no absolute path")
     try:
         return Place(host if machine is None else f"{host} ({named})", named, _identity(path))
     except OSError as error:
-        return Place(host, named, error=f"'{path}' cannot be written: {error.strerror}")
+        return Place(host, named, error=f"folder '{path}' cannot be written: {error.strerror}")
 
 
 def expanded(text: str) -> str:

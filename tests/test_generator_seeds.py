@@ -265,6 +265,15 @@ def test_numbers_are_a_function_of_seed_step_micro_batch_unit_and_place_and_of_n
     assert len({own, *others}) == 6
 
 
+def test_every_sample_has_a_key_of_its_own_and_another_one_in_the_next_step() -> None:
+    parts = build(tiny_run({}))
+    batch = next(parts.train_loader.take(2))
+    entries = parts.stepper.entries  # type: ignore[attr-defined]
+    first, again, second = (entries(batch, step)["keys"].tolist() for step in (1, 1, 2))
+    assert first == again
+    assert len({*first, *second}) == 2 * len(first)
+
+
 def test_a_micro_batch_without_a_key_is_an_error_where_a_kernel_draws() -> None:
     """A stepper that makes up what units get would have masks of the order of execution, on all ranks the same."""
     for settings, draws in ((DROPS, True), ({**DROPS, "kernels.default": "reference"}, False), ({}, False)):

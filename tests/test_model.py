@@ -324,6 +324,12 @@ def test_measuring_allocates_nothing_of_the_models_size() -> None:
     assert measure_bytes(run, build_model(run))["weights"] > 2**40
 
 
+def test_the_gradient_of_an_embedding_that_two_stages_share_is_partial_over_the_stages() -> None:
+    model = build_model(tiny_run({"parallel.layout": "pp2", "model.tie_embeddings": True}))
+    partial = {name: one.partial_axes for name, one in model.placements.items() if one.partial_axes}
+    assert partial == {"embedding.token.weight": ("pp",)}
+
+
 def test_norms_of_queries_and_keys_get_gradients_from_every_head() -> None:
     model = build_model(tiny_run({"model.name": "qwen"}))
     found = model.plan.match(model.parameters())

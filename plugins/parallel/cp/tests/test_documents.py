@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mplug_cp.division import CLOSE, divided, pairs_of, work_of
 from mplug_cp.document_exchange import exchange_of
 from mplug_cp.needs import needs_of
 from mplug_cp.operators import Call
-from mplug_cp.redistribution import moves_of
+from mplug_cp.redistribution import in_zigzag, moves_of
 from mplug_cp.wraps import by_parts
 from mplug_cp.zigzag import zigzag
 from torch import Tensor
@@ -168,7 +169,7 @@ def test_every_query_sees_every_key_of_its_document_once_and_nothing_is_received
     assert torch.equal(seen, expected)
 
 
-@given(packed(samples=2), EQUAL, st.booleans())
+@given(packed() | packed(samples=2), EQUAL, st.booleans())
 def test_rows_travel_to_the_ranks_that_hold_them_in_zigzag_and_back(
     sample: tuple[int, list[tuple[int, ...]]], equal_length: int, back: bool
 ) -> None:
@@ -191,7 +192,7 @@ def test_rows_travel_to_the_ranks_that_hold_them_in_zigzag_and_back(
         assert torch.equal(torch.cat(received)[one.received], after[rank])
 
 
-# The attention of ranks.
+# What ranks compute together.
 
 S = 48
 ROWS = (
@@ -244,6 +245,35 @@ def differentiated(core: Callable[..., Tensor], case: Case, held: list[list[int]
 def positions_of(case: Case, size: int, rank: int) -> list[list[int]]:
     rows, _, _, equal_length = case
     return [[p for part in divided(row, size, equal_length)[rank] for p in part] for row in padded(rows)]
+
+
+def multiplied(case: Case) -> tuple[bool, bool, bool]:
+    """Be one rank: whether a core over zigzag chunks gets their rows and a weight as it is, and what returns is right.
+
+    Two ranks of three are a group. The core multiplies x by the positions of its rows. The weight has the shape of x
+    without its last dimension.
+    """
+    groups, seen = [dist.new_group(ranks) for ranks in ([0, 2], [1])], list[bool]()
+    group: Any = groups[dist.get_rank() % 2]
+    size, rank = group.size(), group.rank()
+    own, chunks = torch.tensor(positions_of(case, size, rank)), [p for part in zigzag(S, size, rank) for p in part]
+    samples = torch.arange(B)[:, None] * S
+    weight, places = torch.rand(own.shape), torch.tensor([chunks] * B)
+
+    def inner(x: Tensor, given: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, None]:
+        seen.append(torch.equal(x[..., 0], (samples + places).double()) and given is weight)
+        return x * places[..., None], None
+
+    x = (samples + own).double()[..., None].requires_grad_()
+    inputs = AttentionInputs(None, torch.tensor(padded(case[0])))
+    y, _ = in_zigzag(group, case[3], inner)(x, weight, case[1], inputs)
+    y.backward(torch.ones_like(y) + y.detach())
+    right = ((samples + own) * own).double()
+    return seen == [True], torch.equal(y[..., 0], right), torch.equal(x.grad[..., 0], (1 + right) * own)
+
+
+def test_a_core_over_zigzag_chunks_gets_their_rows_and_its_result_and_gradients_return() -> None:
+    assert run_workers(3, multiplied, (ROWS[1], SPECS[0][0], 1, 10_000)) == [(True, True, True)] * 3
 
 
 def of_a_rank(cases: list[Case]) -> list[dict[str, Tensor]]:

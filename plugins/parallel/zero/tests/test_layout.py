@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_runs import under
-from mplug_zero.layout import ALIGNED, Item, in_buckets
+from mplug_zero.layout import ALIGNED, Item, in_buckets, owning_axes
 
 from mplug import UsageError, hookimpl
 from mplug.gradients.region import region
@@ -128,6 +128,14 @@ def test_the_boxes_of_a_part_are_the_elements_that_lie_in_its_range_of_the_local
 
 def _at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
     return tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
+
+
+@pytest.mark.parametrize(("over", "axes"), [("zero", (("zero",), ("dp",))), ("data", (("dp", "zero"), ()))])
+def test_owners_of_parts_have_copies_along_the_other_axes_over_which_gradients_are_partial(
+    over: Any, axes: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    run = tiny_run({"parallel.layout": "dp2zero2"})
+    assert {owning_axes(run.mesh, placement, over) for placement in build_model(run).placements.values()} == {axes}
 
 
 def test_a_part_of_two_dimensions_in_one_segment_is_at_most_three_boxes() -> None:

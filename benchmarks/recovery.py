@@ -6,7 +6,8 @@
 For each way, starts `mplug train`, kills the process of the last rank, and waits for the next line of metrics.jsonl;
 that as often as is asked (once with `fewer`). The ways: `restart` starts all processes again from a checkpoint
 (`--restarts`), `spares` replaces the dead process (`extensions.heal.spares`), and `fewer` goes on without it. On GPUs,
-mplug refuses `spares`, and `fewer` of more than two processes. Linux only: a process is found by the log that it holds open.
+mplug refuses `spares`, and `fewer` of more than two processes. Linux only: a process is found by the log that it holds
+open.
 """
 
 import argparse

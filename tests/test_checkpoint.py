@@ -70,6 +70,21 @@ class Seen:
         self.paths.append((path.name, path.is_dir()))
 
 
+def test_a_ranks_file_is_on_the_disk_before_the_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, original = dict[str, list[Path]](), storage.sync_path
+
+    def sync(path: Path) -> None:
+        synced[path.name] = complete(tmp_path / "checkpoints")
+        original(path)
+
+    monkeypatch.setattr(storage, "sync_path", sync)
+    save(position_of(tmp_path, 1), 1)
+    assert synced[storage.file_of(0)] == []
+    assert len(complete(tmp_path / "checkpoints")) == 1
+
+
 @pytest.fixture
 def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
     """Do something before the file of a step is written."""

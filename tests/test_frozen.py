@@ -254,6 +254,16 @@ def test_what_was_trained_may_be_frozen_from_a_checkpoint_on(tmp_path: Path) -> 
         assert torch.equal(values, kept), name
 
 
+def test_a_resumed_run_computes_with_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    """In bf16 the weights are apart from the values that are saved."""
+    first = stepped(position_of({"trainer.precision": "bf16"}, tmp_path))
+    resumed = position_of({"trainer.precision": "bf16"}, tmp_path)
+    resumed.load(resumed.choose(saved(tmp_path)))
+    weights = dict(resumed.parts.model.module.named_parameters())
+    for name, weight in first.parts.model.module.named_parameters():
+        assert torch.equal(weights[name], weight), name
+
+
 def test_a_checkpoint_has_all_parameters_and_no_state_of_frozen_ones_so_that_they_cannot_be_trained_from_it_on(
     tmp_path: Path,
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from mplug import RunError, UsageError
 from mplug.distributed.world import World
@@ -292,6 +293,26 @@ def test_a_process_uses_its_share_of_threads_unless_the_user_has_chosen(
     with joined(alone, "cpu"):
         assert torch.get_num_threads() == before + 3
     torch.set_num_threads(before)
+
+
+def test_processes_that_start_again_do_not_read_what_the_attempt_before_has_written(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of torchrun keeps its store."""
+    store, read = HashStore(), list[bool]()
+
+    def meeting_once(world: World, found: Any, own: Member) -> Any:
+        read.append(found.check(["written"]))
+        found.set("written", "1")
+        return meet(world, found, own)
+
+    monkeypatch.setattr(joining, "open_store", lambda _: store)
+    monkeypatch.setattr(joining, "meet", meeting_once)
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        with joined(replace(here, size=1, local_size=1), "cpu"):
+            pass
+    assert read == [False, False]
 
 
 def test_all_ranks_hear_the_refusal_of_rank_0(here: World) -> None:

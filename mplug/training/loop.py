@@ -76,7 +76,7 @@ def train(
         is_continued, choice = _continued(run, position, copies, resume_from, allowed), None
         if resume_from is not None and not is_continued:
             choice = position.choose(resume_from)
-            _report(run, choice.lines())
+            _report(run, choice.lines())  # beside an older checkpoint, because newer ones are damaged, copies may do
             is_continued = choice.path != resume_from and _continued(run, position, copies, choice.path, allowed)
         if choice is not None and not is_continued:
             if choice.manifest["step"] == run.config.trainer.steps:

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deaths import PREPARED, SETTINGS, STEPS, continued_after, figures, healed, overrides, writing_slowly
+from deaths import (
+    PREPARED,
+    SETTINGS,
+    STEPS,
+    assert_figures,
+    continued_after,
+    figures_of_one_process,
+    healed,
+    overrides,
+    writing_slowly,
+)
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug.distributed.world import World
@@ -25,7 +35,6 @@ from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.healing import healer_of
 from mplug.training.loop import train
-from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.smaller import refuse_meeting_again
@@ -35,23 +44,18 @@ from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
 from mplug_saving.saver import Saver
-from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run, tiny_settings
+from mplug_testing.harness import as_rank, tiny_config, tiny_run, tiny_settings
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The steps of one process."""
-    folder = tmp_path_factory.mktemp("undisturbed")
     settings = {name: value for name, value in SETTINGS.items() if not name.startswith("extensions")}
-    train(as_rank(prepare(tiny_config(settings), {"host/metrics": MetricsFile()}, folder)))
-    return figures(folder)
+    return figures_of_one_process(tmp_path_factory.mktemp("undisturbed"), settings)
 
 
 def assert_same(folder: Path, expected: list[dict[str, float]]) -> None:
-    found = figures(folder / "runs" / "one")
-    assert len(found) == len(expected) == STEPS
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=EXACT)
+    assert_figures(folder, expected, STEPS)
     assert [path.name for path in complete(folder / "runs" / "one" / "checkpoints")][-1] == f"step_{STEPS:08}"
 
 

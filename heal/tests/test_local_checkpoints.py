@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deaths import figures, healed
+from deaths import assert_figures, figures, figures_of_one_process, healed
 
 from mplug.cli.train_start import beginning
 from mplug.distributed.supervision import Send
@@ -109,16 +109,11 @@ def attempted(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The steps of one process."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train(as_rank(prepare(tiny_config(SETTINGS), {"host/metrics": MetricsFile()}, folder)))
-    return figures(folder)
+    return figures_of_one_process(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
 def assert_same(folder: Path, expected: list[dict[str, float]]) -> None:
-    found = figures(folder / "runs" / "one")
-    assert len(found) == len(expected) == STEPS
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=EXACT)
+    assert_figures(folder, expected, STEPS)
 
 
 def log_of(folder: Path) -> str:

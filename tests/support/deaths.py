@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import mplug_heal.copies
 import mplug_heal.relayouts
 from mplug.config.sources import Settings
@@ -18,12 +20,14 @@ from mplug.run.metrics_file import METRICS, read_records
 from mplug.run.prepare import prepare
 from mplug.training.healing import healer_of
 from mplug.training.job import Job, Outcome, supervisor_of, work
+from mplug.training.loop import train
+from mplug.training.metrics_writer import MetricsFile
 from mplug.training.stepper import DefaultStepper
 from mplug_heal.requests import ask
 from mplug_saving import storage
 from mplug_saving.saver import Saver
 from mplug_steps.reduction import Reduction
-from mplug_testing.harness import overrides_of, tiny_config, tiny_settings
+from mplug_testing.harness import EXACT, as_rank, overrides_of, tiny_config, tiny_settings
 
 STEPS = 6
 SETTINGS = {
@@ -142,6 +146,20 @@ def healed(
 def figures(folder: Path) -> list[dict[str, float]]:
     names = ("step", "loss", "grad_norm", "tokens", "val_loss")
     return [{name: record[name] for name in names if name in record} for record in read_records(folder / METRICS)]
+
+
+def figures_of_one_process(folder: Path, settings: Settings) -> list[dict[str, float]]:
+    """The steps of an undisturbed run of one process."""
+    train(as_rank(prepare(tiny_config(settings), {"host/metrics": MetricsFile()}, folder)))
+    return figures(folder)
+
+
+def assert_figures(folder: Path, expected: list[dict[str, float]], steps: int) -> None:
+    """The run in a folder has the steps that are expected, so many."""
+    found = figures(folder / "runs" / "one")
+    assert len(found) == len(expected) == steps
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=EXACT)
 
 
 def continued_after(folder: Path) -> list[int]:

@@ -43,7 +43,7 @@ class LocalCheckpoints:
     def restore(
         self, run: "Run", position: "Position", newest: Path | None = None, allowed: tuple[str, ...] = ()
     ) -> bool:
-        """Continue after the newest step of which the local disks have all parts."""
+        """Continue after the newest step whose parts are all on the local disks."""
         from mplug_heal.copies import saved_position
         from mplug_heal.local_saves import LocalSaves
 

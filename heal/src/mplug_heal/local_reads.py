@@ -7,7 +7,6 @@ may continue under another layout.
 """
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,13 +18,12 @@ from mplug_heal.live_state import LiveState, index_of
 from mplug_heal.local_files import Key, Part, found_on, read_part
 from mplug_heal.machines import Place, readers
 from mplug_heal.parts import continue_from, merged
+from mplug_heal.saying import say
 from mplug_saving.boxes import plan_of
 from mplug_saving.changes import FINGERPRINT, changes_on_resume, same_data
 from mplug_saving.names import file_of, step_of
 from mplug_saving.position import Position
 from mplug_saving.rank_exchanges import at_first, from_rank
-
-log = logging.getLogger("mplug")
 
 
 def continued(
@@ -78,9 +76,7 @@ def _read(
         waiting = sorted(part for found in gathered for part in found)
         faults += [reason for found in gathered for reason in found.values()]
     for sentence in faults:
-        log.warning("%s", sentence)
-        if run.rank == 0:
-            print(f"mplug: {sentence}", file=sys.stderr, flush=True)
+        say(run, sentence, logging.WARNING)
     return None if waiting else (own, reader)
 
 

@@ -7,7 +7,6 @@ its own: it is complete if the disks of all machines together have all of its pa
 """
 
 import logging
-import sys
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from mplug_heal.local_reads import continued
 from mplug_heal.machines import Place, expanded, keepers, place_of_process, refusal
 from mplug_heal.parts import copied, second_copies
 from mplug_heal.save_times import OptimalSaves
+from mplug_heal.saying import say
 from mplug_saving.boxes import State
 from mplug_saving.names import ELSEWHERE
 from mplug_saving.position import Position
@@ -109,7 +109,7 @@ class LocalSaves:
         if found is None:
             if newest is None and run.rank == 0:
                 sentence = "no local checkpoint is complete, and the run has no other one, so it begins anew"
-                print(f"mplug: {sentence}", file=sys.stderr, flush=True)
+                say(run, sentence)
             return None
         key, source = found
         self._complete = [key]
@@ -160,26 +160,23 @@ class LocalSaves:
         writing.join()
         self._longest = max(self._longest, writing.seconds)
         assert self._root is not None
-        if run.largest(torch.tensor(float(bool(writing.error)), device=run.device)) == 0:
+        has_failed = bool(run.largest(torch.tensor(float(bool(writing.error)), device=run.device)) > 0)
+        if not has_failed:
             self._complete = [*self._complete, writing.key][-self._config.keep :]
-            if self._removes:
-                remove_others(self._root, self._complete)
-            return
-        errors = run.gathered(writing.error)
         if self._removes:
             remove_others(self._root, self._complete)
-        if run.rank == 0:
-            self._report_failure(writing.key, errors)
+        errors = run.gathered(writing.error) if has_failed else []
+        if errors and run.rank == 0:
+            self._report_failure(run, writing.key, errors)
 
-    def _report_failure(self, key: Key, errors: list[str]) -> None:
+    def _report_failure(self, run: Run, key: Key, errors: list[str]) -> None:
         rank = next(rank for rank, error in enumerate(errors) if error)
         earlier = f"that of step {self._complete[-1].step} stays" if self._complete else "there is no earlier one"
         sentence = (
             f"cannot save the local checkpoint of step {key.step} on rank {rank}, on {self._places[rank].host}, in "
             f"'{self._config.folder}': {errors[rank]}; {earlier}, and training continues"
         )
-        log.warning("%s", sentence)
-        print(f"mplug: {sentence}", file=sys.stderr, flush=True)
+        say(run, sentence, logging.WARNING)
 
     def finish(self, run: Run) -> None:
         """Wait for the last save. After the last step of the run, remove what the run has saved."""
@@ -206,8 +203,7 @@ class LocalSaves:
                 f"{what} on one machine, so local checkpoints have no copy on another one: they outlive the processes, "
                 f"but not the machine"
             )
-            log.info("%s", sentence)
-            print(f"mplug: {sentence}", file=sys.stderr, flush=True)
+            say(run, sentence)
 
     def _state(self, run: Run) -> None:
         """Say once what a failure loses, if the interval is fixed; a measured one says it itself."""
@@ -215,9 +211,8 @@ class LocalSaves:
         if every == "auto" or self._is_stated or run.rank:
             return
         self._is_stated = True
-        sentence = f"a local checkpoint follows every {every} steps: a failure repeats at most {every} of them"
-        log.info("%s", sentence)
-        print(f"mplug: {sentence}, or {2 * every} while one is being written", file=sys.stderr, flush=True)
+        lost = f"a failure repeats at most {every} of them, or {2 * every} while one is being written"
+        say(run, f"a local checkpoint follows every {every} steps: {lost}")
 
     def _folder_of(self, run: Run) -> Path | None:
         """The folder of the run's local checkpoints on this machine; None if it has saved none.

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from mplug.training.saving import Position as Saved
 from mplug_heal.live_state import LiveState, capture, fill
 from mplug_heal.records import record_change
 from mplug_heal.requests import Answer, Request, give, is_asked, take
+from mplug_heal.saying import say
 from mplug_saving.boxes import held_boxes
 from mplug_saving.changes import OBSERVING, Changes, changes_between, refuse_other_micro_batches
 from mplug_saving.position import Position
@@ -64,7 +64,7 @@ class Relayouts:
         if request is None and refusal is None:
             return  # withdrawn
         if request is None:
-            _say(run, str(refusal))
+            say(run, str(refusal))
             return
         old = run.config.parallel.layout
         try:
@@ -73,7 +73,7 @@ class Relayouts:
             new, changes = _planned(run, position, request)
             num_bytes = move(run, position, new, changes)
         except UsageError as error:
-            _say(run, f"the layout stays '{old}': {error}")
+            say(run, f"the layout stays '{old}': {error}")
             _answer(run, Answer(request.number, "refused", str(error), step))
             return
         seconds, layout = time.monotonic() - began, run.config.parallel.layout
@@ -81,7 +81,7 @@ class Relayouts:
         sentence = f"layout '{old}' -> '{layout}' after step {step}: {seconds:.1f} s, {total / 2**20:.1f} MiB sent"
         make_directory(run)
         record_change(run, {"step": step, "old": old, "new": layout, "seconds": round(seconds, 3), "bytes": total})
-        _say(run, sentence)
+        say(run, sentence)
         for line in changes.lines():
             log.info("changed after step %d: %s", step, line)
         _answer(run, Answer(request.number, "changed", sentence, step))
@@ -102,12 +102,6 @@ def _answer(run: Run, answer: Answer) -> None:
     if run.rank == 0:
         assert run.directory is not None
         give(run.directory, answer)
-
-
-def _say(run: Run, sentence: str) -> None:
-    log.info("%s", sentence)
-    if run.rank == 0:
-        print(f"mplug: {sentence}", file=sys.stderr, flush=True)
 
 
 # What is refused before anything changes.

@@ -86,6 +86,9 @@ def own_loop(rank: int, options: argparse.Namespace, model: dict[str, Any], stag
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     with device:
         gpt = GPT(shape, options.seq_length, "sdpa")
+    if on_gpu:  # DeepSpeed converts the parameters alone; heads rotated by tables in fp32 would be fp32
+        for name, table in list(gpt.named_buffers()):
+            setattr(gpt, name, table.bfloat16())
     if options.compile != "never":
         for unit in (gpt.embedding, *gpt.blocks, gpt.head):
             unit.compile(dynamic=False)

@@ -11,7 +11,7 @@ from mplug_fp8 import FP8
 from mplug_fp8.suppliers import offers
 from mplug_fsdp.copies import Place, Rows, UnitCopies
 from mplug_fsdp.gathered import Formats, Gathered
-from mplug_fsdp.lane import Lane
+from mplug_ops.lanes import Lane
 from torch import Tensor, nn
 
 from mplug import Offer

@@ -1,4 +1,4 @@
-"""A stream for transfers beside the computation."""
+"""Streams for transfers beside the computation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -77,7 +77,7 @@ def _stretches(rows: Rows, shape: tuple[int, int], out: Tensor) -> Iterator[tupl
 
 
 def _matrices(chunk: Tensor, target: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The samples of a chunk [b, m, K] as matrices with their places in target [b, m, M]: one if both are contiguous."""
+    """The samples of a chunk [b, m, K] as matrices, with their places in target [b, m, M]: one if both allow it."""
     if chunk.is_contiguous() and target.is_contiguous():
         yield slice(None), chunk.view(-1, chunk.shape[-1]), target.view(-1, target.shape[-1])
         return
@@ -88,7 +88,7 @@ def _matrices(chunk: Tensor, target: Tensor) -> Iterator[tuple[slice, Tensor, Te
 def _numbers(
     own: Tensor, with_it: list[Tensor], inverse: Tensor, factor: _Factor, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rows [m, K] that have arrived, in fp8, and their inverses: those that came with them [b, m / b, *], or `inverse`."""
+    """Rows [m, K] that have arrived in fp8, and their inverses: what came with them [b, m / b, *], or `inverse`."""
     scaling = factor.scalings[0]
     if with_it:
         (found,) = with_it

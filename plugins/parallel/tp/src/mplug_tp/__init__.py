@@ -37,8 +37,8 @@ class TensorParallel:
 
         chunks: Annotated[Literal["ranks", "samples"], MAY_CHANGE] = Field(
             "ranks",
-            description="what a chunk is, with overlap: the rows of one rank, or whole samples of all ranks, which makes "
-            "fewer and larger products of micro batches of several samples (samples: only between GPUs that access each "
+            description="what a chunk is, with overlap: the rows of one rank, or whole samples of all ranks, for fewer "
+            "and larger products if a micro batch has several samples (samples: only between GPUs that access each "
             "other's memory)",
         )
 

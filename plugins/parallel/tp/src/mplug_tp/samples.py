@@ -1,7 +1,7 @@
 """Chunked collectives between GPUs that access each other's memory, in whole samples: fewer and larger products.
 
 `peers.py` divides a tensor [B, R n, X] into the rows of each rank. With many ranks this makes many small products and
-copies, and the CPU may launch them more slowly than the GPUs compute them. Here a chunk is some whole samples [b, R n, X]:
+copies, and the CPU may launch them more slowly than the GPUs compute them. Here a chunk is whole samples [b, R n, X]:
 
     gathering    a rank copies its rows of these samples into the memory of the others. The first chunk is the rows of
                  the first sample: this rank's while the others' arrive.
@@ -13,7 +13,7 @@ of the program, so ranks cannot wait for each other. R ranks, n rows of a rank, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def arriving_chunks(samples: int) -> list[slice]:
     ends = [0, 1]
     while ends[-1] < samples:
         ends.append(min(2 * ends[-1], samples))
-    return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def leaving_chunks(samples: int) -> list[slice]:
@@ -45,7 +45,7 @@ def leaving_chunks(samples: int) -> list[slice]:
     Nothing but `fill` hides the transfer of the last one.
     """
     ends = sorted({0, 1, samples - 1, samples})
-    return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 class Samples(ChunkedCollectives):

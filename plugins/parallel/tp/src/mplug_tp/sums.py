@@ -7,8 +7,8 @@ from torch import Tensor
 def add_up(total: Tensor, own: Tensor, arrived: Tensor, rank: int) -> None:
     """total [b, n, X] = the sum of own [b, n, X] and arrived [R - 1, b, n, X], in the order of the ranks.
 
-    `arrived` begins with that of the rank before `rank`, then the one before that. Terms are added in fp32 at least; the
-    sum is rounded once to the dtype of total. The rows [n, X] of a sample are contiguous in all three.
+    `arrived` begins with that of the rank before `rank`, then the one before that. Terms are added in fp32 at least,
+    and the sum is rounded once to the dtype of total. The rows [n, X] of a sample are contiguous in all three.
     """
     size = len(arrived) + 1
     terms = [own if of == rank else arrived[(rank - of) % size - 1] for of in range(size)]

@@ -285,9 +285,12 @@ def test_gpus_of_a_run_that_survives_a_death_do_not_overlap(
     ],
 )
 def test_chunks_of_samples_are_refused_without_copies_between_gpus(settings: list[str], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    def offered() -> None:
         run = prepared("parallel.tp.chunks=samples", *settings)
         run.hooks.call.offer(run=run, model=None)
+
+    with pytest.raises(UsageError, match=words):
+        offered()
 
 
 def test_an_overlap_that_is_named_is_refused_beside_healing() -> None:

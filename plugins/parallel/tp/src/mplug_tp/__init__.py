@@ -91,10 +91,8 @@ class TensorParallel:
 
         if run.mesh.axes["tp"].size == 1:
             return []
-        overlap, on_gpus = self.config.overlap, run.device.startswith("cuda")
-        if overlap is None:
-            overlap = on_gpus and not run.hooks.implementers("heal")
-        elif overlap and on_gpus:
+        overlap, on_gpus = self._overlaps(run), run.device.startswith("cuda")
+        if self.config.overlap and on_gpus:
             refuse_healing(run, "parallel.tp.overlap=true", "set parallel.tp.overlap=false")
         if self.config.chunks == "samples" and not (overlap and on_gpus):
             where = "runs on the CPU" if overlap else "has no overlap (parallel.tp.overlap)"
@@ -103,3 +101,18 @@ class TensorParallel:
                 f"set parallel.tp.chunks=ranks"
             )
         return offers(run, model, self.config.sequence_parallel, overlap, self.config.chunks)
+
+    @hookimpl
+    def captures(self, run: "Run") -> bool | str:
+        """A replay would wait for the counts of the recorded step, which the signals of that step have reached."""
+        if run.mesh.axes["tp"].size == 1:
+            return True
+        if self._overlaps(run):
+            return "counts its copies in signals between GPUs (parallel.tp.overlap)"
+        return "has not been replayed in a CUDA graph yet"
+
+    def _overlaps(self, run: "Run") -> bool:
+        """`overlap`, or its default."""
+        if self.config.overlap is None:
+            return run.device.startswith("cuda") and not run.hooks.implementers("heal")
+        return self.config.overlap

@@ -224,6 +224,22 @@ def test_a_run_with_overlap_is_that_of_one_process(layout: str) -> None:
     assert difference_of(layout, OVERLAP) == ""
 
 
+def by_samples() -> None:
+    """Let this process use chunks of whole samples, in memory that processes on a CPU share."""
+    file_memory.install()
+    SequenceCollectives._choose = lambda self, device: Samples(self._group, device, Messages(self._group))  # type: ignore[method-assign]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize(
+    "layout", ["tp4", f"tp2 {COMPILED} memory.recompute.mode=full", "tp2pp2", "tp2zero2", "tp2cp2"]
+)
+def test_a_run_in_whole_samples_is_that_of_one_process(layout: str) -> None:
+    settings = {**OVERLAP, "trainer.micro_batch_size": 2, "trainer.global_batch_size": 4}
+    assert difference_of(layout, settings, by_samples) == ""
+
+
 # GPUs.
 
 

@@ -10,6 +10,7 @@ and a direction, in milliseconds of the slowest rank (median of five rounds, in 
     waiting       collectives of the process group before or after the products (`parallel.tp.overlap=false`)
     messages      chunks that travel as messages of the process group
     copies        chunks that travel as copies between GPUs (skipped if they do not reach each other's memory)
+    samples       the same in chunks of whole samples (`parallel.tp.chunks=samples`)
 
 EXPOSED is the time beyond `products`. ERROR is the relative error of the results against fp64.
 """
@@ -33,6 +34,7 @@ from mplug_tp.boundary import boundary
 from mplug_tp.messages import Messages, part_of, pieces_of, place_of
 from mplug_tp.peers import Peers
 from mplug_tp.product import Overlapped
+from mplug_tp.samples import Samples
 from torch import Tensor
 
 from mplug.cli.tables import table
@@ -44,7 +46,7 @@ from mplug_ops import reachable
 HEADER = ("LINEAR", "PASS", "VARIANT", "MS", "EXPOSED MS", "PRODUCTS/MS", "ERROR")
 WIDTHS = {"7.1b": 4096, "16b": 6144, "1.7b": 2048, "tiny": 64}
 ROUNDS = 5
-VARIANTS = ("products", "chunks", "waiting", "messages", "copies")
+VARIANTS = ("products", "chunks", "waiting", "messages", "copies", "samples")
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,9 @@ def variants(group: dist.ProcessGroup, only: list[str]) -> dict[str, tuple[Produ
     """The product and the boundary of each variant."""
     plain = boundary(group, sequence_parallel=True)
     made: dict[str, ChunkedCollectives] = {"chunks": Still(group.rank(), group.size()), "messages": Messages(group)}
-    if "copies" in only and reachable(group):
-        made["copies"] = Peers(group)
+    if {"copies", "samples"} & {*only} and reachable(group):
+        peers = made["copies"] = Peers(group)
+        made["samples"] = Samples(group, torch.device("cuda", torch.cuda.current_device()), peers)
     found: dict[str, tuple[Product, Boundary | None]] = {"products": (COMPOSED, None), "waiting": (COMPOSED, plain)}
     for name, chunked in made.items():
         name_collectives(name, chunked)
@@ -231,7 +234,7 @@ def compared(calls: dict[str, Callable[[], Tensor]], one: Case, direction: str, 
             call()
         one.sink.total.zero_()
         results = [call(), one.sink.total]
-        if name in ("waiting", "messages", "copies"):
+        if name in ("waiting", "messages", "copies", "samples"):
             pairs = list(zip(results, wanted, strict=True))[: 1 if direction == "forward" else 2]
             found[name] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
     return found

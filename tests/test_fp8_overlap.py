@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+import file_memory
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
 from mplug_tp.boundary import boundary
 from mplug_tp.chunked import SequenceCollectives, name_for
+from mplug_tp.messages import Messages
 from mplug_tp.peers import Peers
+from mplug_tp.samples import Samples
 from torch import Tensor
 
 from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Sink, collectives_named
@@ -148,6 +151,12 @@ def everything() -> dict[Any, Any]:
         for recipe in RECIPES:
             for column in (True, False):
                 found[recipe, split, column, shape] = compared(shape, recipe, around, column, "cpu")
+    file_memory.install()
+    name_collectives("samples", Samples(dist.group.WORLD, torch.device("cpu"), Messages(dist.group.WORLD)))
+    around = boundary(dist.group.WORLD, True, "samples")
+    for recipe, shape in (("delayed", SHAPES[1]), ("rowwise", SHAPES[1]), ("blockwise", SHAPES[0])):
+        for column in (True, False):
+            found[recipe, "samples", column, shape] = compared(shape, recipe, around, column, "cpu")
     return found
 
 
@@ -258,13 +267,16 @@ def on_gpus() -> dict[Any, Any]:
     """Be one rank: the cases on GPUs, by copies between them."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     with_nccl()
-    name_collectives("copies", Peers(dist.group.WORLD))
-    around = boundary(dist.group.WORLD, True, "copies")
+    peers = Peers(dist.group.WORLD)
+    name_collectives("copies", peers)
+    name_collectives("samples", Samples(dist.group.WORLD, torch.device("cuda"), peers))
     found: dict[Any, Any] = {}
-    for recipe in RECIPES:
-        for shape in ((4, 128), (3, 96), (1, 4096)):
-            for column in (True, False):
-                found[recipe, True, column, shape] = compared(shape, recipe, around, column, "cuda")
+    for chunked in ("copies", "samples"):
+        around = boundary(dist.group.WORLD, True, chunked)
+        for recipe in RECIPES:
+            for shape in ((4, 128), (3, 96), (1, 4096)):
+                for column in (True, False):
+                    found[recipe, chunked, column, shape] = compared(shape, recipe, around, column, "cuda")
     return found
 
 

@@ -218,7 +218,7 @@ def test_one_process_dp_and_zero_can_be_replayed(layout: str, optimizer: str) ->
 
 
 REFUSED: dict[str, tuple[TinySettings, tuple[str, ...]]] = {
-    "another strategy": ({"parallel.layout": "tp2"}, ("parallel/tp does not state", "'captures'")),
+    "another strategy": ({"parallel.layout": "tp2"}, ("parallel/tp counts its copies in signals between GPUs",)),
     "a stepper of a strategy": ({"parallel.layout": "pp2"}, ("parallel/pp runs the step in an order of its own",)),
     "offload": ({"memory.recompute.offload": True}, ("memory/recompute copies activations to the CPU",)),
     "an optimizer of a group": (

@@ -11,12 +11,12 @@ from mplug_fp8 import FP8
 from mplug_fp8.suppliers import offers
 from mplug_fsdp.copies import Place, Rows, UnitCopies
 from mplug_fsdp.gathered import Formats, Gathered
-from mplug_fsdp.lane import Lane
 from torch import Tensor, nn
 
 from mplug import Offer
 from mplug.model.build import build_model
 from mplug_nn import GatheredForm, Linear, Operand, Product
+from mplug_ops.lanes import Lane
 from mplug_products import GatheredCopies, gathered_copies
 from mplug_testing import run_workers
 from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms

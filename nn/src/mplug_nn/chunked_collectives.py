@@ -44,7 +44,7 @@ class Arrival:
         self.end()
 
     def __iter__(self) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
-        """Each rank's rows as they arrive, this rank's rows first: (their place in the whole, tensors [B, n, X])."""
+        """All rows in chunks as they arrive, rows of this rank first: (their place in the whole, tensors [b, m, X])."""
         raise NotImplementedError
 
     def whole(self) -> tuple[Tensor, ...]:
@@ -81,9 +81,9 @@ class ChunkedCollectives:
     ) -> Tensor:
         """This rank's part [..., n, X] of the sum over the ranks of a product of the shape `partial` [..., R n, X].
 
-        `produce` computes rows of this rank's product: first the rows of other ranks, each sent while the next are
-        computed, then its own. `fill` is called between the two, for work that hides the last transfer. The result has
-        the dtype and device of `like`.
+        `produce` computes rows of this rank's product, each sent while the next are computed. `fill` is called when all
+        that other ranks need is computed, for work that hides the last transfer. The result has the dtype and device of
+        `like`.
         """
         raise NotImplementedError
 

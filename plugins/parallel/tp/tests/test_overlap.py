@@ -4,6 +4,7 @@ import os
 from functools import cache, partial
 from typing import Any
 
+import file_memory
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +12,11 @@ from gpus import traced
 from layout_runs import difference_of
 from mplug_tp.boundary import boundary
 from mplug_tp.chunked import SequenceCollectives, name_for
+from mplug_tp.messages import Messages
 from mplug_tp.peers import Peers
 from mplug_tp.product import OVERLAPPED
+from mplug_tp.samples import Samples, arriving_chunks, leaving_chunks
+from mplug_tp.sums import add_up
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -37,8 +41,13 @@ def own(x: Tensor, dim: int) -> Tensor:
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
-def mlp(shape: tuple[int, ...], sequence_parallel: bool, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
-    """(found, expected) of a column- and a row-parallel product: output, gradients of the input and of both weights."""
+def mlp(
+    shape: tuple[int, ...], sequence_parallel: bool, device: str = "cpu", chunked: str = ""
+) -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of a column- and a row-parallel product: output, gradients of the input and of both weights.
+
+    `chunked` is the name of the collectives; empty: messages.
+    """
     part = partial(own, dim=-2) if sequence_parallel else (lambda x: x)
     tensors = drawn(*shape, I_, seed=1), drawn(H, I_, seed=2), drawn(I_, H, seed=3), drawn(*shape, I_, seed=4)
     x, up, down, grad = (tensor.to(device) for tensor in tensors)
@@ -46,7 +55,7 @@ def mlp(shape: tuple[int, ...], sequence_parallel: bool, device: str = "cpu") ->
     expected = torch.relu(leaves[0] @ leaves[1].t()) @ leaves[2].t()
     expected.backward(grad)
 
-    around = named(sequence_parallel, device)
+    around = named(sequence_parallel, chunked)
     local = [leaf.clone().requires_grad_() for leaf in (part(x), own(up, 0), own(down, 1))]
     hidden = torch.relu(apply_product(OVERLAPPED, local[0], Weights(local[1]), Narrow(before=around)))
     found = apply_product(OVERLAPPED, hidden, Weights(local[2]), Narrow(after=around))
@@ -56,10 +65,10 @@ def mlp(shape: tuple[int, ...], sequence_parallel: bool, device: str = "cpu") ->
     return [(found.detach().cpu(), part(expected).detach().cpu()), *((a.cpu(), b.cpu()) for a, b in gradients)]
 
 
-def named(sequence_parallel: bool, device: str = "cpu") -> Any:
-    """A boundary with chunked collectives: messages on a CPU, copies on GPUs."""
+def named(sequence_parallel: bool, chunked: str = "") -> Any:
+    """A boundary with the chunked collectives of a name; empty: messages."""
     group = dist.group.WORLD
-    return boundary(group, sequence_parallel, "copies" if device != "cpu" else name_for(group, sequence_parallel))
+    return boundary(group, sequence_parallel, chunked or name_for(group, sequence_parallel))
 
 
 # The chunked collectives.
@@ -69,6 +78,11 @@ def everything() -> dict[Any, Any]:
     """What the tests below compare, from one start of processes."""
     group = dist.group.WORLD
     found: dict[Any, Any] = {(shape, how): mlp(shape, how) for shape in SHAPES for how in (True, False)}
+    file_memory.install()
+    name_collectives("samples", Samples(group, torch.device("cpu"), Messages(group)))
+    for length in (1, 3, 2):  # the memory grows while slots are in use, and slots are used again
+        for shape in ((9, 8), *SHAPES):
+            found[shape, "samples", length] = mlp((*shape[:-1], length * shape[-1]), True, chunked="samples")
     return {
         **found,
         "bytes": gathered(collectives_named(name_for(group, True))),
@@ -144,6 +158,22 @@ def test_products_and_gradients_are_those_of_one_process(found: list[dict[Any, A
                     torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_products_in_whole_samples_are_those_of_one_process(found: list[dict[Any, Any]]) -> None:
+    for of_rank in found:
+        cases = [pairs for key, pairs in of_rank.items() if "samples" in key[1:]]
+        assert len(cases) == 3 * (1 + len(SHAPES))
+        for given, wanted in (pair for pairs in cases for pair in pairs):
+            torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 9])
+def test_chunks_have_each_sample_once(samples: int) -> None:
+    for chunks in (arriving_chunks(samples), leaving_chunks(samples)):
+        assert [number for chunk in chunks for number in range(samples)[chunk]] == list(range(samples))
+        assert all(range(samples)[chunk] for chunk in chunks)
+    assert leaving_chunks(samples)[-1] == slice(samples - 1, samples)
+
+
 def test_tensors_of_any_dtypes_are_gathered_together_own_rows_first(found: list[dict[Any, Any]]) -> None:
     size = len(found)
     for rank, of_rank in enumerate(found):
@@ -194,6 +224,22 @@ def test_a_run_with_overlap_is_that_of_one_process(layout: str) -> None:
     assert difference_of(layout, OVERLAP) == ""
 
 
+def by_samples() -> None:
+    """Let this process use chunks of whole samples, in memory that processes on a CPU share."""
+    file_memory.install()
+    SequenceCollectives._choose = lambda self, device: Samples(self._group, device, Messages(self._group))  # type: ignore[method-assign]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize(
+    "layout", ["tp4", f"tp2 {COMPILED} memory.recompute.mode=full", "tp2pp2", "tp2zero2", "tp2cp2"]
+)
+def test_a_run_in_whole_samples_is_that_of_one_process(layout: str) -> None:
+    settings = {**OVERLAP, "trainer.micro_batch_size": 2, "trainer.global_batch_size": 4}
+    assert difference_of(layout, settings, by_samples) == ""
+
+
 # GPUs.
 
 
@@ -201,12 +247,15 @@ def on_gpus() -> dict[Any, Any]:
     """Be one rank; several ranks may share a GPU."""
     os.environ.update(NO_MULTICAST)
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    name_collectives("copies", Peers(dist.group.WORLD))
+    peers = Peers(dist.group.WORLD)
+    name_collectives("copies", peers)
+    name_collectives("samples", Samples(dist.group.WORLD, torch.device("cuda"), peers))
     found: dict[Any, Any] = {}
-    for round_ in range(20):  # shapes that grow and shrink, so that slots are used again before and after they grow
-        for shape in SHAPES[:3]:
-            grown = (*shape[:-1], 64 * shape[-1] * (1 + round_ % 3))
-            found[round_, shape] = mlp(grown, True, "cuda")
+    for chunked in ("copies", "samples"):
+        for round_ in range(20):  # shapes that grow and shrink, so that slots are used again before and after they grow
+            for shape in SHAPES[:3]:
+                grown = (*shape[:-1], 64 * shape[-1] * (1 + round_ % 3))
+                found[chunked, round_, shape] = mlp(grown, True, "cuda", chunked)
     return found
 
 
@@ -220,6 +269,19 @@ def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None
                 torch.testing.assert_close(given, wanted, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_pass_adds_the_products_of_all_ranks_in_their_order(size: int, dtype: torch.dtype) -> None:
+    for rank in range(size):
+        products, sent = (torch.randn(5, size * 7, 1000, device="cuda").to(dtype) for _ in range(2))
+        own, arrived = products[1:4, 7 * rank : 7 * rank + 7], sent.view(5, size, 7, 1000).transpose(0, 1)[1:].clone()
+        total = own.new_empty(own.shape)
+        add_up(total, own, arrived[:, 1:4], rank)
+        terms = [own if of == rank else arrived[(rank - of) % size - 1, 1:4] for of in range(size)]
+        assert torch.equal(total, sum(term.float() for term in terms).to(dtype))
+
+
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
     """Be one rank: (its trace, the class of the collectives that it used)."""
     trace = traced(settings)
@@ -230,9 +292,11 @@ def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
 @pytest.mark.gpu(2)
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
-def test_two_gpus_give_the_run_of_one_process_by_copies(compiler: str) -> None:
-    settings = {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": compiler, **OVERLAP}
+@pytest.mark.parametrize(("chunks", "name"), [("ranks", "Peers"), ("samples", "Samples")])
+def test_two_gpus_give_the_run_of_one_process_by_copies(chunks: str, name: str, compiler: str) -> None:
+    settings = {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": compiler}
     reference = run_workers(1, trained, {**settings, "parallel.layout": ""})[0][0]
+    settings |= {**OVERLAP, "parallel.tp.chunks": chunks}
     found = run_workers(2, trained, {**settings, "parallel.layout": "tp2"})
-    assert [used for _, used in found] == ["Peers", "Peers"]
+    assert [used for _, used in found] == [name, name]
     assert difference([trace for trace, _ in found], reference, 1e-5) == ""

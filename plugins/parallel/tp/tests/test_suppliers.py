@@ -268,11 +268,29 @@ def test_gpus_of_a_run_that_survives_a_death_do_not_overlap(
 ) -> None:
     """A stream that waits for a signal of a dead process would wait for ever."""
     seen = list[bool]()
-    monkeypatch.setattr("mplug_tp.suppliers.offers", lambda *given: seen.append(given[-1]) or [])
+    monkeypatch.setattr("mplug_tp.suppliers.offers", lambda *given: seen.append(given[3]) or [])
     run = prepared(f"parallel.tp.overlap={overlap}", *(["extensions.heal.spares=1"] if healing else []))
     run.device = "cuda"
     run.hooks.call.offer(run=run, model=None)
     assert seen == [found]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["parallel.tp.overlap=true"], "this run runs on the CPU"),
+        ([], "this run has no overlap"),
+        (["parallel.tp.overlap=false"], "parallel.tp.overlap is false"),
+        (["parallel.tp.sequence_parallel=false"], "parallel.tp.sequence_parallel is false"),
+    ],
+)
+def test_chunks_of_samples_are_refused_without_copies_between_gpus(settings: list[str], words: str) -> None:
+    def offered() -> None:
+        run = prepared("parallel.tp.chunks=samples", *settings)
+        run.hooks.call.offer(run=run, model=None)
+
+    with pytest.raises(UsageError, match=words):
+        offered()
 
 
 def test_an_overlap_that_is_named_is_refused_beside_healing() -> None:

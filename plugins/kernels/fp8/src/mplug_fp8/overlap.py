@@ -76,6 +76,29 @@ def _stretches(rows: Rows, shape: tuple[int, int], out: Tensor) -> Iterator[tupl
         yield start, start + len(positions), out[number]
 
 
+def _matrices(chunk: Tensor, target: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The samples of a chunk [b, m, K] as matrices, with their places in target [b, m, M]: one if both allow it."""
+    if chunk.is_contiguous() and target.is_contiguous():
+        yield slice(None), chunk.view(-1, chunk.shape[-1]), target.view(-1, target.shape[-1])
+        return
+    for number, (own, place) in enumerate(zip(chunk, target, strict=True)):
+        yield slice(number, number + 1), own, place
+
+
+def _numbers(
+    own: Tensor, with_it: list[Tensor], inverse: Tensor, factor: _Factor, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows [m, K] that have arrived in fp8, and their inverses: what came with them [b, m / b, *], or `inverse`."""
+    scaling = factor.scalings[0]
+    if with_it:
+        (found,) = with_it
+        return own, found.reshape(-1) if scaling == ROW else found.flatten(0, 1).t().contiguous()
+    if scaling == TENSOR:
+        return own, inverse
+    numbers, found, _, _ = quantised(own, scaling, power_of_two, True, False)
+    return numbers[: len(own)], _own_inverses(found, scaling, 0, len(own))
+
+
 def _gathered(
     part: Tensor, inverse: Tensor, factor: _Factor, power_of_two: bool, chunked: str, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -84,18 +107,11 @@ def _gathered(
     Inverses of three dimensions [B, n, *] travel with the part. A part in bf16 is quantised when it has arrived.
     """
     y = part.new_empty(_gathered_shape(part, len(factor.matrix), chunked), dtype=torch.bfloat16)
-    sent, scaling = (part, inverse) if inverse.dim() == 3 else (part,), factor.scalings[0]
+    sent = (part, inverse) if inverse.dim() == 3 else (part,)
     with collectives_named(chunked).gathering(*sent, keep=keep) as arrival:
         for rows, (chunk, *with_it) in arrival:
-            for number, (own, target) in enumerate(zip(chunk, rows.of(y), strict=True)):
-                if with_it:
-                    numbers, own_inverse = own, with_it[0][number]
-                    own_inverse = own_inverse.view(-1) if scaling == ROW else own_inverse.t().contiguous()
-                elif scaling == TENSOR:
-                    numbers, own_inverse = own, inverse
-                else:
-                    numbers, own_inverse, _, _ = quantised(own, scaling, power_of_two, True, False)
-                    numbers, own_inverse = numbers[: len(own)], _own_inverses(own_inverse, scaling, 0, len(own))
+            for number, own, target in _matrices(chunk, rows.of(y)):
+                numbers, own_inverse = _numbers(own, [x[number] for x in with_it], inverse, factor, power_of_two)
                 factor.times(numbers, own_inverse, target, False)
         return y, arrival.kept() if keep else ()
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import mplug_ops as ops
 from mplug import GradientSink
 from mplug_fsdp.copies import Rows, UnitCopies, formats_of
-from mplug_fsdp.lane import Lane, wait_for
 from mplug_fsdp.memory import Format, Padded
 from mplug_fsdp.peer_rows import PeerRows
 from mplug_fsdp.peer_sums import PeerSums
+from mplug_ops.lanes import Lane, wait_for
 from mplug_ops.transfers import join_each, sum_each
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug import UsageError
-from mplug_fsdp.lane import Lane, wait_for
+from mplug_ops.lanes import Lane, wait_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mplug_ops as ops
-from mplug_fsdp.lane import Lane
+from mplug_ops.lanes import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,9 +19,9 @@ import mplug_ops as ops
 from mplug import WeightExchange, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Peers
-from mplug_fsdp.lane import Lane
 from mplug_fsdp.peer_rows import PeerRows, require_copies
 from mplug_fsdp.peer_sums import PeerSums
+from mplug_ops.lanes import Lane
 from mplug_products import GatheredCopies, gathered_copies
 from mplug_sharding import GatheredPlacement
 

@@ -4,7 +4,7 @@ If tp splits a linear's output axis, the linear is column-parallel. If tp splits
 embedding or projection whose vocabulary axis is split is vocabulary-parallel. Nothing else decides this.
 """
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +35,13 @@ class TensorParallel:
             "memory copy the chunks, other ranks send messages",
         )
 
+        chunks: Annotated[Literal["ranks", "samples"], MAY_CHANGE] = Field(
+            "ranks",
+            description="what a chunk is, with overlap: the rows of one rank, or whole samples of all ranks, for fewer "
+            "and larger products if a micro batch has several samples (samples: only between GPUs that access each "
+            "other's memory)",
+        )
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -47,6 +54,16 @@ class TensorParallel:
                 f"tp={degree} does not divide trainer.seq_length={length}; change one of them, or set "
                 f"parallel.tp.sequence_parallel=false"
             )
+        if self.config.chunks == "samples":
+            if self.config.overlap is False:
+                raise UsageError(
+                    "parallel.tp.chunks=samples divides what overlaps, and parallel.tp.overlap is false; remove one"
+                )
+            if not self.config.sequence_parallel:
+                raise UsageError(
+                    "parallel.tp.chunks=samples divides what sequence parallelism gathers, and "
+                    "parallel.tp.sequence_parallel is false; remove one"
+                )
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
@@ -74,9 +91,28 @@ class TensorParallel:
 
         if run.mesh.axes["tp"].size == 1:
             return []
-        overlap, on_gpus = self.config.overlap, run.device.startswith("cuda")
-        if overlap is None:
-            overlap = on_gpus and not run.hooks.implementers("heal")
-        elif overlap and on_gpus:
+        overlap, on_gpus = self._overlaps(run), run.device.startswith("cuda")
+        if self.config.overlap and on_gpus:
             refuse_healing(run, "parallel.tp.overlap=true", "set parallel.tp.overlap=false")
-        return offers(run, model, self.config.sequence_parallel, overlap)
+        if self.config.chunks == "samples" and not (overlap and on_gpus):
+            where = "runs on the CPU" if overlap else "has no overlap (parallel.tp.overlap)"
+            raise UsageError(
+                f"parallel.tp.chunks=samples copies between GPUs beside products, and this run {where}; "
+                f"set parallel.tp.chunks=ranks"
+            )
+        return offers(run, model, self.config.sequence_parallel, overlap, self.config.chunks)
+
+    @hookimpl
+    def captures(self, run: "Run") -> bool | str:
+        """A replay would wait for the counts of the recorded step, which the signals of that step have reached."""
+        if run.mesh.axes["tp"].size == 1:
+            return True
+        if self._overlaps(run):
+            return "counts its copies in signals between GPUs (parallel.tp.overlap)"
+        return "has not been replayed in a CUDA graph yet"
+
+    def _overlaps(self, run: "Run") -> bool:
+        """`overlap`, or its default."""
+        if self.config.overlap is None:
+            return run.device.startswith("cuda") and not run.hooks.implementers("heal")
+        return self.config.overlap

@@ -35,10 +35,10 @@ from mplug_tp.product import OVERLAPPED
 from mplug_tp.vocabulary import VocabularyParallel
 
 
-def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> list[Offer | Wrap]:
+def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool, chunks: str) -> list[Offer | Wrap]:
     """All offers and wraps of tensor parallelism for this run."""
     group, index = run.group("tp"), run.mesh.index(run.rank, "tp")
-    around = boundary(group, sequence_parallel, name_for(group, sequence_parallel) if overlap else "")
+    around = boundary(group, sequence_parallel, name_for(group, sequence_parallel, chunks) if overlap else "")
     sizes = _vocab_sizes(model)
     vocabulary = VocabularyParallel(group, next(iter(sizes.values()), None))
 

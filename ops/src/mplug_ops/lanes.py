@@ -1,4 +1,4 @@
-"""A stream for transfers beside the computation."""
+"""Streams for transfers beside the computation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +19,14 @@ class Lane:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.follow()
         with torch.cuda.stream(self.stream):
             yield
+
+    def follow(self) -> None:
+        """Let this stream wait for everything that has been launched on the current one."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
 
     def mark(self) -> "torch.cuda.Event | None":
         """The end of everything that has been launched on this stream."""

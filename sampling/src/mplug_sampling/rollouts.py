@@ -1,6 +1,7 @@
 """Sampling between the steps of a run that trains: by the weights themselves, which are not copied."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, ClassVar
@@ -9,27 +10,71 @@ from mplug import Model, Run, UsageError
 from mplug.commands import Instead, Selection, modules_around
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.filling import LaneText, fill_lanes
-from mplug_sampling.sampler import Sampler
+from mplug_sampling.form import OWN, Form, form_of_caches, form_of_slots, selected_undivided
+from mplug_sampling.sampler import (
+    Sampler,
+    cached_modules,
+    multiple_of_positions,
+    owners_of_axes,
+    refuse_axis,
+    refuse_stages,
+)
 from mplug_sampling.sampling import Sampling
 from mplug_sampling.together import Gathers, refuse_even
 
 
 class TrainedSampler(Sampler):
-    """The model of a run that trains, which also samples. It replaces no kernel, because the kernels train too."""
+    """The model of a run that trains, which also samples. It replaces no kernel, because the kernels train too.
+
+    Ranks that divide the positions of samples in training have whole texts when they sample (`Form`): their own ones if
+    they divide the entries of micro batches, and the same ones if they divide positions inside the model.
+    """
 
     steps_stages: ClassVar[bool] = True
     gathers: Gathers = "rollout"
+    form: Form
 
     def select(self, run: Run, model: Model, selection: Selection) -> None:
         """The part in the hook `offers_selected`. UsageError if the model cannot sample with static caches."""
-        self.offers_selected(run, model, selection)
-        refuse_even(run, selection)
+        refuse_stages(run, model)
+        caching = [] if self.uncached else cached_modules(model)
+        caches = form_of_caches(caching)
+        with caches.applied():
+            own = selected_undivided(run, model, selection, set(self._undividing(run).values()))
+            self.growing = self.uncached or self._reason_against_static(run, model, own)
+            self.form = Form([*caches.values, *form_of_slots(selection, own).values])
+        refuse_even(run, own)
         if self.eager_because:
             raise UsageError(
                 f"rollouts need caches that do not grow, and {self.eager_because}; use a kernel with static keys "
                 f"(--attention sdpa or reference) and a layout that does not divide the positions of a call, such as "
-                f"data parallelism, or tensor parallelism without sequence parallelism"
+                f"data parallelism"
             )
+        selection.unmet += [one for one in own.unmet if one not in selection.unmet]
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """In the block, slots and modules are as sampling needs them."""
+        return self.form.applied()
+
+    def multiple(self, run: Run) -> int:
+        """That of axes whose ranks divide positions when they sample too."""
+        return multiple_of_positions(run.mesh, self._undividing(run))
+
+    def _undividing(self, run: Run) -> dict[str, str]:
+        """The mesh axes that divide positions in training alone, with the labels of their strategies."""
+        able, owners = run.hooks.implementers(OWN), owners_of_axes(run)
+        dividing = [axis.name for axis in run.mesh.axes.values() if axis.size > 1 and axis.divides("sequence")]
+        return {name: owners[name] for name in dividing if owners.get(name) in able}
+
+    def _refuse_divided(self, run: Run) -> None:
+        """Raise UsageError if ranks divide a sample in another way than by its positions, or when they sample too."""
+        undividing = self._undividing(run)
+        for axis in run.mesh.axes.values():
+            if axis.name not in undividing or {*axis.entries} - {"batch", "sequence"}:
+                refuse_axis(run, axis)
+
+    def _serve_caches(self, model: Model) -> None:
+        """Nothing: modules serve caches only while the model samples (`form`)."""
 
     def own_units(self) -> Instead:
         """The methods of the units' classes, if training calls others: compiled for its shapes, or recomputed."""
@@ -44,15 +89,6 @@ class TrainedSampler(Sampler):
             if exchange.around is not None:
                 found = {name: exchange.around(name, call) for name, call in found.items()}
         return found
-
-    def _refuse_parts(self, run: Run, model: Model) -> None:
-        """Nothing: parts of weights are gathered (`Together`)."""
-
-    def _use_plain_attention(self, run: Run, selection: Selection) -> None:
-        """Leave the needs that a kernel does not serve, so that the host refuses the kernel."""
-
-    def _use_static_attention(self, run: Run, model: Model, selection: Selection) -> None:
-        """Leave a kernel whose caches grow: `select` refuses it."""
 
 
 @dataclass
@@ -95,7 +131,7 @@ def complete(
         return token in ends or text.truncated
 
     try:
-        with lanes.ranks.sampling():
+        with lanes.sampling():
             fill_lanes(lanes, [LaneText(*one, sampling) for one in zip(prompts, keys, strict=True)], take, num_tokens)
             lanes.ranks.finish(lanes.compute_nothing)
     finally:

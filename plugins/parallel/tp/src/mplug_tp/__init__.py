@@ -80,3 +80,10 @@ class TensorParallel:
         elif overlap and on_gpus:
             refuse_healing(run, "parallel.tp.overlap=true", "set parallel.tp.overlap=false")
         return offers(run, model, self.config.sequence_parallel, overlap)
+
+    @hookimpl
+    def offer_undivided(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
+        """Those without sequence parallelism: all ranks have all positions of a call."""
+        from mplug_tp.suppliers import offers
+
+        return offers(run, model, sequence_parallel=False, overlap=False)

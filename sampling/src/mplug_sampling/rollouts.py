@@ -6,19 +6,12 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, ClassVar
 
-from mplug import Model, Run, UsageError
+from mplug import Axis, Model, Run, UsageError
 from mplug.commands import Instead, Selection, modules_around
 from mplug_sampling.continuous import Lanes
 from mplug_sampling.filling import LaneText, fill_lanes
-from mplug_sampling.form import OWN, Form, form_of_caches, form_of_slots, selected_undivided
-from mplug_sampling.sampler import (
-    Sampler,
-    cached_modules,
-    multiple_of_positions,
-    owners_of_axes,
-    refuse_axis,
-    refuse_stages,
-)
+from mplug_sampling.form import Form, form_of_caches, form_of_slots, selected_undivided
+from mplug_sampling.sampler import Sampler, cached_modules, refuse_axis, refuse_stages
 from mplug_sampling.sampling import Sampling
 from mplug_sampling.together import Gathers, refuse_even
 
@@ -40,7 +33,7 @@ class TrainedSampler(Sampler):
         caching = [] if self.uncached else cached_modules(model)
         caches = form_of_caches(caching)
         with caches.applied():
-            own = selected_undivided(run, model, selection, set(self._undividing(run).values()))
+            own = selected_undivided(run, model, selection, {*self.undivided_axes(run).values()})
             self.growing = self.uncached or self._reason_against_static(run, model, own)
             self.form = Form([*caches.values, *form_of_slots(selection, own).values])
         refuse_even(run, own)
@@ -56,21 +49,14 @@ class TrainedSampler(Sampler):
         """In the block, slots and modules are as sampling needs them."""
         return self.form.applied()
 
-    def multiple(self, run: Run) -> int:
-        """That of axes whose ranks divide positions when they sample too."""
-        return multiple_of_positions(run.mesh, self._undividing(run))
-
-    def _undividing(self, run: Run) -> dict[str, str]:
-        """The mesh axes that divide positions in training alone, with the labels of their strategies."""
-        able, owners = run.hooks.implementers(OWN), owners_of_axes(run)
-        dividing = [axis.name for axis in run.mesh.axes.values() if axis.size > 1 and axis.divides("sequence")]
-        return {name: owners[name] for name in dividing if owners.get(name) in able}
+    def _may_undivide(self, axis: Axis) -> bool:
+        return axis.divides("sequence")
 
     def _refuse_divided(self, run: Run) -> None:
         """Raise UsageError if ranks divide a sample in another way than by its positions, or when they sample too."""
-        undividing = self._undividing(run)
+        undivided = self.undivided_axes(run)
         for axis in run.mesh.axes.values():
-            if axis.name not in undividing or {*axis.entries} - {"batch", "sequence"}:
+            if axis.name not in undivided or {*axis.entries} - {"batch", "sequence"}:
                 refuse_axis(run, axis)
 
     def _serve_caches(self, model: Model) -> None:

@@ -44,6 +44,7 @@ from mplug.commands import (
 )
 from mplug_invariance import covers, statements
 from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
+from mplug_sampling.form import OWN, selected_undivided
 from mplug_streams import Processor
 
 LABEL = f"{COMMAND}sampling"
@@ -109,6 +110,9 @@ class Sampler:
         """Replace kernels that do not serve keys from a cache, and find out whether caches are static."""
         refuse_stages(run, model)
         self._refuse_parts(run, model)
+        if owners := {*self.undivided_axes(run).values()}:
+            own = selected_undivided(run, model, selection, owners)
+            selection.filled, selection.unmet = own.filled, own.unmet
         if not self.uncached:
             self._use_plain_attention(run, selection)
             self._use_static_attention(run, model, selection)
@@ -123,9 +127,21 @@ class Sampler:
         """Functions that sampling calls in the place of units' methods, by the names of the units."""
         return AS_THEY_ARE
 
+    def undivided_axes(self, run: Run) -> dict[str, str]:
+        """The mesh axes that divide positions, but not when the model samples, with the labels of their strategies.
+
+        Here, these are axes inside the model: each of their ranks computes all positions of a call.
+        """
+        able, owners = run.hooks.implementers(OWN), owners_of_axes(run)
+        dividing = [axis.name for axis in run.mesh.axes.values() if axis.size > 1 and self._may_undivide(axis)]
+        return {name: owners[name] for name in dividing if owners.get(name) in able}
+
+    def _may_undivide(self, axis: Axis) -> bool:
+        return axis.divides("sequence") and not axis.entries
+
     def multiple(self, run: Run) -> int:
         """The number that must divide the positions of a call."""
-        return multiple_of_positions(run.mesh)
+        return multiple_of_positions(run.mesh, self.undivided_axes(run))
 
     def sampling(self) -> AbstractContextManager[None]:
         """In the block, the modules of the model are as sampling needs them."""
@@ -288,16 +304,17 @@ def owners_of_axes(run: Run) -> dict[str, str]:
     return {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
 
 
-def multiple_of_positions(mesh: Mesh, undividing: Collection[str] = ()) -> int:
+def multiple_of_positions(mesh: Mesh, undivided: Collection[str]) -> int:
     """The number that must divide the positions of a call, because ranks divide these among themselves.
 
-    They do so inside the model (sequence parallelism), or before experts in a mesh view of their own. The ranks along
-    the axes `undividing` do not.
+    They do so inside the model (sequence parallelism) along axes that are not in `undivided`. Ranks with copies of the
+    same tokens do so before experts in a mesh view of their own.
     """
     inside = [axis for axis in mesh.views["dense"] if not axis.entries and len(axis.views) == 1]  # no stages
-    dividing = any(axis.divides("sequence") and axis.name not in undividing for axis in inside)
-    divided = dividing or len(mesh.views) > 1
-    return math.prod(axis.size for axis in inside) if divided else 1
+    of_experts = len(mesh.views) > 1
+    return math.prod(
+        axis.size for axis in inside if (axis.name not in undivided if axis.divides("sequence") else of_experts)
+    )
 
 
 def cached_modules(model: Model) -> Iterator[Any]:

@@ -19,8 +19,8 @@ from mplug_compile import compiled_graphs
 from mplug_sampling import Lanes, Replays, Sampling, complete
 from mplug_sampling.fast_steps import compiled_step, obstacles
 from mplug_testing import DataSuite
-from mplug_testing.harness import in_fp64, tiny_run, train_ranks
-from mplug_testing.parity import require_parity
+from mplug_testing.harness import difference, in_fp64, tiny_run, tolerance_of, train_ranks
+from mplug_testing.parity import require_parity, trained_once
 from mplug_validation import evaluate
 
 HERE = Path(__file__).parent
@@ -172,8 +172,10 @@ LAYOUTS = [
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("backend", ["never", "aot_eager"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [*((one, "never") for one in LAYOUTS), *((one, "aot_eager") for one in ("dp2", "fsdp2pp2", "tp2", "cp2"))],
+)
 @pytest.mark.wide("layouts", quick=["cp2tp2-never"])
 def test_a_layout_samples_and_computes_what_one_process_does(layout: str, backend: str) -> None:
     """Ranks that divide the positions of samples in training sample whole texts, and divide these afterwards."""
@@ -183,7 +185,14 @@ def test_a_layout_samples_and_computes_what_one_process_does(layout: str, backen
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2pp2", "fsdp2tp2", "fsdp2cp2"])
 @pytest.mark.wide("layouts")
 def test_weights_that_are_gathered_for_every_token_sample_what_one_process_does(layout: str) -> None:
-    require_parity({**CISPO, "trainer.micro_batch_size": 1, "data.gather": "units"}, layout)
+    require_parity_by_units({**CISPO, "trainer.micro_batch_size": 1}, layout)
+
+
+def require_parity_by_units(settings: dict[str, Any], layout: str) -> None:
+    """One process has no weights to gather, so it is refused with this setting."""
+    own = {**settings, "parallel.layout": layout, "data.gather": "units"}
+    traces = train_ranks(tiny_run(own).mesh.world_size, own)
+    assert difference(traces, trained_once(settings)[0], tolerance_of(own)) == ""
 
 
 HYBRID: dict[str, Any] = {
@@ -241,7 +250,9 @@ def test_a_model_samples_in_a_form_of_its_own_and_trains_as_without_sampling(lay
     assert (dict(vars(attention)), dict(vars(attention.qkv))) == before
 
 
-@pytest.mark.parametrize("layout", ["ep2", "fsdp2ep2", "pp2ep2dp2", "cp2ep2", "cp2ep2dp2"])
+@pytest.mark.parametrize(
+    "layout", ["ep2", "fsdp2ep2", "pp2ep2dp2", "cp2ep2", "cp2ep2dp2", "tp2ep2", "tp2ep2dp2", "tp2etp2"]
+)
 @pytest.mark.wide("layouts", quick=["fsdp2ep2"])
 def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(layout: str) -> None:
     """Their texts end at different steps, and they exchange tokens until all have ended."""
@@ -254,7 +265,7 @@ def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(
         ("ep2", EXPERTS),
         ("ep2", {**EXPERTS, "parallel.ep.dispatch": "once_per_rank"}),
         ("ep2", {**EXPERTS, "parallel.ep.overlap": True}),
-        ("fsdp2", {"data.gather": "units"}),
+        ("fsdp2", {}),
         ("cp2", {}),
         ("cp2ep2", EXPERTS),
     ],
@@ -266,7 +277,8 @@ def test_ranks_without_any_prompt_of_a_rollout_wait_for_no_rank_and_let_none_wai
 ) -> None:
     """A rollout has one prompt, whose completions serve the step: one of the two ranks has none."""
     few = {"data.num_generations": 8, "data.prompts_per_rollout": 1}
-    require_parity({**CISPO, **few, **changes}, layout)
+    check = require_parity_by_units if layout == "fsdp2" else require_parity
+    check({**CISPO, **few, **changes}, layout)
 
 
 EXACT: dict[str, Any] = {**TINY, "trainer.deterministic": True, "trainer.precision": "fp32"}
@@ -291,10 +303,10 @@ def test_deterministic_runs_train_on_the_bits_of_the_sampled_log_probabilities(c
     assert min(found[2:]) > 0.0
 
 
-@pytest.mark.parametrize(("layout", "gather"), [("pp2", "rollout"), ("fsdp2", "units")])
 @pytest.mark.wide("layouts")
-def test_completions_under_a_layout_may_share_pages_which_run_out(layout: str, gather: str) -> None:
-    require_parity({**CISPO, "data.cache_tokens": 32, "data.gather": gather}, layout)
+def test_completions_under_a_layout_may_share_pages_which_run_out() -> None:
+    require_parity({**CISPO, "data.cache_tokens": 32}, "pp2")
+    require_parity_by_units({**CISPO, "data.cache_tokens": 32}, "fsdp2")
 
 
 BITS: dict[str, dict[str, Any]] = {
@@ -337,7 +349,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "graphs ep2": ({**EXPERTS, "data.graphs": True}, r"exchange activations \(ep=2\)"),
     "graphs fsdp2": ({"data.graphs": True}, "gathered for each rollout"),
     "graphs cp2": ({"data.graphs": True}, r"the ranks of parallel/cp divide positions in training \(cp=2\)"),
-    "experts tp2ep2": (EXPERTS, "divides the positions of a call among 2 ranks; .*as data parallelism"),
+    "experts tp2ep2": (
+        {**EXPERTS, "parallel.tp.sequence_parallel": False},
+        "divides the positions of a call among 2 ranks; .*as data parallelism",
+    ),
     "gather dp2": ({"data.gather": "units"}, "every rank of the layout 'dp2' has whole weights"),
     "gather tp2pp2": ({"data.gather": "units"}, "every rank of the layout 'tp2pp2' has whole weights"),
 }
@@ -357,7 +372,7 @@ def test_what_a_layout_does_not_serve_is_refused_before_launch(case: str) -> Non
 def test_strategies_that_do_not_say_what_they_offer_for_whole_samples_are_refused(
     layout: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mplug_sampling.rollouts.OWN", "build_stepper")
+    monkeypatch.setattr("mplug_sampling.sampler.OWN", "build_stepper")
     with pytest.raises(UsageError, match=reason):
         build_model(tiny_run({**TINY, "parallel.layout": layout}))
 

@@ -71,7 +71,6 @@ LAYOUTS: list[Any] = [
             ("zero2", "qwen", {}),
             ("tp4", "llama", {}),
             *(("tp2", name, {}) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
-            *(("tp2", name, UNDIVIDED) for name in ("deepseek", "gpt")),
         )
     ),
 ]

@@ -218,6 +218,8 @@ LATENT: dict[str, Any] = {
     "model.qk_rope_head_dim": 4,
     "model.v_head_dim": 6,
     "model.num_dense_layers": 1,
+    "model.moe_router_num_groups": 2,
+    "model.moe_router_top_groups": 1,
 }
 MODELS = {
     "gpt with learned positions": {"model.position": "learned"},

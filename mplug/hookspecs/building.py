@@ -215,8 +215,8 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 def offer_undivided(run: "Run", model: "Model") -> "list[Offer | Wrap]":
     """For a strategy that divides the positions of samples: its offers for calls that have all positions. Pure.
 
-    A model that samples while it trains uses them in the place of those of `offer`. Then ranks that divide the entries
-    of micro batches in training have different samples, and the ranks inside a model have the same ones.
+    A model that samples uses them in the place of those of `offer`. Then ranks that divide the entries of micro batches
+    in training have different samples, and ranks inside a model have the same ones.
     """
 
 

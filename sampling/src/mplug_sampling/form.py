@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from mplug import Model, Offer, Run, Wrap
-from mplug.commands import Filled, Selection, contents_of, select_offers
+from mplug import Model, Offer, Run, UsageError, Wrap
+from mplug.commands import Selection, contents_of, select_offers
 
 OWN = "offer_undivided"
 """The hook of strategies that divide positions."""
@@ -60,14 +60,20 @@ def selected_undivided(run: Run, model: Model, selection: Selection, dividing: C
 
 
 def form_of_slots(selection: Selection, sampling: Selection) -> Form:
-    """The contents of slots that differ in the selection of sampling from those of training."""
-    pairs = zip(selection.filled, sampling.filled, strict=True)
-    others = Selection([own for training, own in pairs if _differ(training, own)])
-    return Form([(site.module, site.declared.attribute, content) for site, content in contents_of(others)])
+    """The contents of slots that differ in the selection of sampling from those of training.
 
-
-def _differ(one: Filled, other: Filled) -> bool:
-    return one.offer is not other.offer or one.wraps != other.wraps
+    UsageError if one of them keeps buffers, because the model has the buffers of training.
+    """
+    found = []
+    for training, own in zip(selection.filled, sampling.filled, strict=True):
+        if own.offer is not training.offer and own.offer is not None and own.offer.keeps_buffers:
+            raise UsageError(
+                f"{own.supplier} would fill {own.site.slot} of '{own.site.role}' while the model samples, and not "
+                f"while it trains, and it keeps buffers; use another kernel there"
+            )
+        if own.offer is not training.offer or own.wraps != training.wraps:
+            found.append(own)
+    return Form([(site.module, site.declared.attribute, one) for site, one in contents_of(Selection(found))])
 
 
 def _assign(values: Iterable[tuple[nn.Module, str, Any]]) -> None:

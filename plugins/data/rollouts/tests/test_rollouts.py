@@ -176,7 +176,7 @@ LAYOUTS = [
     ("layout", "backend"),
     [*((one, "never") for one in LAYOUTS), *((one, "aot_eager") for one in ("dp2", "fsdp2pp2", "tp2", "cp2"))],
 )
-@pytest.mark.wide("layouts", quick=["cp2tp2-never"])
+@pytest.mark.wide("layouts")
 def test_a_layout_samples_and_computes_what_one_process_does(layout: str, backend: str) -> None:
     """Ranks that divide the positions of samples in training sample whole texts, and divide these afterwards."""
     require_parity({**CISPO, "trainer.micro_batch_size": 1, "trainer.compile": backend}, layout)
@@ -253,9 +253,9 @@ def test_a_model_samples_in_a_form_of_its_own_and_trains_as_without_sampling(lay
 
 
 @pytest.mark.parametrize(
-    "layout", ["ep2", "fsdp2ep2", "pp2ep2dp2", "cp2ep2", "cp2ep2dp2", "tp2ep2", "tp2ep2dp2", "tp2etp2"]
+    "layout", ["ep2", "fsdp2ep2", "fsdp2cp2ep2", "pp2ep2dp2", "cp2ep2", "cp2ep2dp2", "tp2ep2", "tp2ep2dp2", "tp2etp2"]
 )
-@pytest.mark.wide("layouts", quick=["fsdp2ep2"])
+@pytest.mark.wide("layouts", quick=["fsdp2cp2ep2"])
 def test_ranks_that_exchange_the_tokens_of_experts_sample_what_one_process_does(layout: str) -> None:
     """Their texts end at different steps, and they exchange tokens until all have ended."""
     require_parity({**CISPO, **EXPERTS}, layout)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import unmet_reasons as unmet_reasons
+    from mplug.model.slots.fill import contents_of as contents_of
+    from mplug.model.slots.fill import select_offers as select_offers
     from mplug.model.slots.offers import Filled as Filled
     from mplug.model.slots.selection import Selection as Selection
     from mplug.model.slots.selection import offered_in_plain_torch as offered_in_plain_torch

@@ -62,7 +62,6 @@ def test_greedy_texts_are_those_of_sampling_without_a_cache(growing: bool) -> No
         (2, "tp2", {}),
         (4, "tp4", {}),
         (2, "pp2", {}),
-        (2, "tp2", {"parallel.tp.sequence_parallel": False}),
         (4, "tp2pp2", {}),
         (2, "ep2", {"model.num_experts": 4, "model.moe_ffn_hidden_size": 24}),
     ],
@@ -72,7 +71,6 @@ def test_greedy_texts_are_those_of_sampling_without_a_cache(growing: bool) -> No
 def test_every_layout_samples_the_texts_of_one_process(
     settings: dict[str, Any], size: int, layout: str, more: dict[str, Any]
 ) -> None:
-    """With sequence parallelism, every call of tp2 computes the position before the new one again."""
     assert sampling_fault(size, {**settings, **more, "parallel.layout": layout}) == ""
 
 

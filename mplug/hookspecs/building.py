@@ -212,6 +212,15 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 
 @all_plugins
+def offer_undivided(run: "Run", model: "Model") -> "list[Offer | Wrap]":
+    """For a strategy that divides the positions of samples: its offers for calls that have all positions. Pure.
+
+    A model that samples uses them in the place of those of `offer`. Then ranks that divide the entries of micro batches
+    in training have different samples, and ranks inside a model have the same ones.
+    """
+
+
+@all_plugins
 def build_step_check(run: "Run", model: "Model") -> "Callable[[], bool] | None":
     """A function that says whether the passes of a step were exact; None if yours always are.
 
@@ -229,9 +238,9 @@ def build_step_check(run: "Run", model: "Model") -> "Callable[[], bool] | None":
 def offers_selected(run: "Run", model: "Model", selection: "Selection") -> None:
     """The host has selected suppliers and wraps, and neither refused nor installed any of them yet.
 
-    It is for a command that builds a model for something else than training (`mplug.commands`). `selection.filled` has
-    the content of every site of this rank. The command may remove entries from `selection.unmet`, the needs that no
-    chosen plugin serves: then the default of the slot computes these sites.
+    It is for what builds a model for something else than training (`mplug.commands`). `selection.filled` has the
+    content of every site of this rank, `selection.offers` those of all plugins. The command may remove entries from
+    `selection.unmet`, the needs that no chosen plugin serves: then the default of the slot computes these sites.
     """
 
 

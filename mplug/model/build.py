@@ -100,7 +100,7 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     if (balancer := balancer_of(run)) is not None:
         balancer.refuse(run, model)
     model.set_passes({} if preflight is None else preflight.passes(model))
-    elsewhere = _unmet_in_other_stages(run, model)  # before the hooks that are about this rank's stage
+    elsewhere = _unmet_in_other_stages(run, model, of_loader)  # before the hooks about this rank's stage
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     for group in run.config.groups:
@@ -114,14 +114,15 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     return model, [*selection.unmet, *elsewhere]
 
 
-def _unmet_in_other_stages(run: Run, model: Model) -> list[Unmet]:
+def _unmet_in_other_stages(run: Run, model: Model, entries: frozenset[str]) -> list[Unmet]:
     """By copies of the plugins: some keep the model that they were asked about last."""
     invariance = invariance_of(run)
     if run.rank or run.groups is not None or invariance is None:
         return []
     unlike = invariance.ranks_of_unlike_stages(model, run.mesh, run.entries)
     copies = [Hooks({label: copy(plugin) for label, plugin in run.hooks.plugins.items()}) for _ in unlike]
-    others = [replace(run, rank=rank, hooks=hooks) for rank, hooks in zip(unlike, copies, strict=True)]
+    pairs = zip(unlike, copies, strict=True)  # their hooks add the entries of this run's hooks again
+    others = [replace(run, rank=rank, hooks=hooks, entries=entries) for rank, hooks in pairs]
     return [unmet for other in others for unmet in _build_model(other)[1]]
 
 

@@ -11,8 +11,8 @@ from mplug.layout.names import compiled
 from mplug.layout.plan import TOKENS_AXIS, Parameter, Plan
 from mplug.layout.widths import Widths
 from mplug.layout.work import Work
-from mplug.model.plans.description import describe_added
 from mplug.model.plans.work import work_of
+from mplug_adapting.added import describe_added
 
 
 def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]) -> Plan:

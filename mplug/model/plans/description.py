@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mplug.layout.inits import Entries, Inits
-from mplug.layout.names import compiled
 from mplug.layout.plan import TOKENS_AXIS, Buffer, Parameter, Plan, Unit
 from mplug.layout.work import Flops
 from mplug.model.plans.declaring import declarations
@@ -72,34 +71,12 @@ def describe(module: nn.Module, inits: Inits) -> Description:
             )
         parameters[name] = entry
     return Description(
-        parameters=_patterns(parameters),
-        buffers=_patterns({name: entry for name, entry in found.items() if isinstance(entry, Buffer)}),
+        parameters=patterns_of(parameters),
+        buffers=patterns_of({name: entry for name, entry in found.items() if isinstance(entry, Buffer)}),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         flops=flops_of(module),
         module=module,
     )
-
-
-def describe_added(
-    modules: Mapping[str, nn.Module], inits: Inits
-) -> tuple[Mapping[str, Parameter], Mapping[str, Buffer]]:
-    """The parameters and buffers of modules that are added to a model, by the names of the modules in the model.
-
-    Raises ValueError if a module does not describe one of its parameters.
-    """
-    parts = {name: describe(module, inits) for name, module in modules.items()}
-    parameters = dict[str, Parameter]()
-    buffers = dict[str, Buffer]()
-    for name, module in modules.items():
-        own = [f"{name}.{one}" for one, _ in module.named_parameters()]
-        parameters |= _by_name(name, parts[name].parameters, own)
-        buffers |= _by_name(name, parts[name].buffers, [f"{name}.{one}" for one, _ in module.named_buffers()])
-    return _patterns(parameters), _patterns(buffers)
-
-
-def _by_name(prefix: str, entries: Mapping[str, Entry], names: Iterable[str]) -> dict[str, Entry]:
-    regexes = {compiled(f"{prefix}.{pattern}"): entry for pattern, entry in entries.items()}
-    return {name: entry for name in names for regex, entry in regexes.items() if regex.fullmatch(name)}
 
 
 def flops_of(module: nn.Module) -> Flops:
@@ -125,7 +102,7 @@ def _entries(module: nn.Module, inits: Inits, names: set[str]) -> dict[str, Para
     return found
 
 
-def _patterns(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def patterns_of(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Names that differ only in numbers become one pattern if all of them have the same entry."""
     alike: dict[str, dict[str, Entry]] = {}
     for name, entry in entries.items():

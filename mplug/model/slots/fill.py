@@ -119,7 +119,15 @@ def sites_of(model: Model, entries: Iterable[str] = ()) -> Iterator[Site]:
 
 
 def fill_slots(model: Model, selection: Selection) -> None:
-    """Install the selected suppliers, and apply the wraps around them from inner to outer."""
+    """Install what is selected."""
+    for site, content in contents_of(selection):
+        setattr(site.module, site.declared.attribute, content)
+    model.slots, model.unit_wraps = selection.filled, selection.units
+    _refuse_unknown_collectives(selection.filled)
+
+
+def contents_of(selection: Selection) -> Iterator[tuple[Site, Callable[..., Any]]]:
+    """Each site with its content: the supplier, and the wraps around it from inner to outer."""
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
         supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else filled.site.content
@@ -128,9 +136,7 @@ def fill_slots(model: Model, selection: Selection) -> None:
             for wrap in filled.wraps:
                 supplier = wrap.wrap(supplier)
             built[key] = supplier
-        setattr(filled.site.module, filled.site.declared.attribute, built[key])
-    model.slots, model.unit_wraps = selection.filled, selection.units
-    _refuse_unknown_collectives(selection.filled)
+        yield filled.site, built[key]
 
 
 def _refuse_unknown_collectives(contents: Iterable[Filled]) -> None:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Selection:
-    """The outcome of selecting: the content of every site, the wraps around units, and the unmet needs."""
+    """The outcome of selecting among `offers`: the content of every site, the wraps around units, the unmet needs."""
 
     filled: list[Filled] = field(default_factory=list)
     units: list[Filled] = field(default_factory=list)
     unmet: list[Unmet] = field(default_factory=list)
+    offers: list[Offer | Wrap] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def select(
     unmet = _unmet_in_whole(unmet, suppliers, contents, elsewhere)
     unmet += [one for one in _idle(contents, unmet, kernels) if one.kind not in elsewhere]
     _refuse_uncalled(contents, kernels)
-    return Selection(contents, [Filled(row.site, None, row.wraps) for row in units if row.wraps], unmet)
+    return Selection(contents, [Filled(row.site, None, row.wraps) for row in units if row.wraps], unmet, offers)
 
 
 def _counts(offer: Offer, kernels: "Kernels", known: Mapping[str, Slot]) -> bool:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from mplug_sampling.scoring import score as score
     from mplug_sampling.text import Text as Text
     from mplug_sampling.together import Together as Together
+    from mplug_sampling.together import part_of_samples as part_of_samples
+    from mplug_sampling.together import prompt_shard as prompt_shard
+    from mplug_sampling.together import stores_parts as stores_parts
     from mplug_sampling.token_steps import Replays as Replays
     from mplug_sampling.token_steps import replays_for as replays_for
     from mplug_sampling.trainer_scores import TrainerScores as TrainerScores

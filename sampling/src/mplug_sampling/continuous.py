@@ -11,8 +11,8 @@ text that began last loses its lane (`Lanes.put_back`), and begins again later w
 B lanes, S positions of a prompt, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,7 @@ class Lanes:
         """Raises UsageError for a model or a layout whose texts cannot begin at different steps, and too few rows."""
         refuse_unsteady(sampler, ranks)
         sampler.model.module.eval()
-        self._own_units = sampler.own_units()
+        self.sampler, self._own_units = sampler, sampler.own_units()
         self.model, self.context, self.ranks, self.replays = sampler.model, context, ranks, replays or Replays()
         self.num_lanes, self.num_put_back = num_lanes, 0
         self.vocab_size = 0
@@ -179,6 +179,12 @@ class Lanes:
         self._newest_positions.pop(lane, None)
         if self._paging is not None:
             self._paging.end(lane)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """In the block, the model can sample. Collective."""
+        with self.sampler.sampling(), self.ranks.sampling():
+            yield
 
     @torch.no_grad()
     def allocate(self) -> int:

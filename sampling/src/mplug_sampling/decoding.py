@@ -14,7 +14,7 @@ from mplug import Model, Run, UsageError
 from mplug.commands import Instead, run_units
 from mplug_nn.cache import CacheSize
 from mplug_ops import all_gather
-from mplug_sampling.sampler import Sampler, cached_modules, multiple_of_positions
+from mplug_sampling.sampler import Sampler, cached_modules
 from mplug_sampling.sampling import Sampling, choose, draws
 from mplug_sampling.stages import Choose, DividedModel, Finish, RunUnits, divided, run_last
 from mplug_sampling.streams import EncoderTexts, Media, Seen, units_of
@@ -89,7 +89,7 @@ class Ranks(Alone):
     def __init__(self, run: Run, sampler: Sampler) -> None:
         mesh = run.mesh
         self.shard, self.shards = mesh.batch_shard(run.rank)
-        self.multiple = multiple_of_positions(mesh)
+        self.multiple = sampler.multiple(run)
         self.padded = sampler.padded
         self.of_batch = run.group(*(axis.name for axis in mesh.views["dense"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(sampler.model)

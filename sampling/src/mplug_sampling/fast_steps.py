@@ -40,8 +40,13 @@ def _of_exchanges(run: Run) -> Iterator[str]:
     """Mesh axes whose ranks exchange activations; ranks that only divide the batch do not."""
     owners = owners_of_axes(run)
     for axis in run.mesh.axes.values():
-        if axis.size > 1 and (set(axis.entries) != {"batch"} or axis.splits or axis.activations):
-            yield f"the ranks of {owners.get(axis.name, 'the layout')} exchange activations ({axis.name}={axis.size})"
+        ranks, degree = f"the ranks of {owners.get(axis.name, 'the layout')}", f"({axis.name}={axis.size})"
+        if axis.size == 1 or (set(axis.entries) == {"batch"} and not axis.splits and not axis.activations):
+            continue
+        if axis.entries:  # when they sample, they divide the prompts
+            yield f"{ranks} divide positions in training {degree}, beside which graphs have not been tested"
+        else:
+            yield f"{ranks} exchange activations {degree}"
 
 
 def compiled_step(run: Run, sampler: Sampler) -> tuple[Instead, str]:

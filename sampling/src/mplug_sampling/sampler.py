@@ -9,6 +9,7 @@ A model samples with a cache if its modules declare enough:
       caches: ClassVar[bool] = True
 
   Then it has `serve_cache()`, `new_cache(size)` and an attribute `cache`, as `mplug_nn.DotProductAttention` has them.
+  `serve_cache()` assigns attributes that the module has, and changes nothing else.
   As for `mixes`, a declaration covers the code of its class and what the class inherits, not the code of subclasses.
 
 Any other model samples one prompt at a time, and computes all its positions again for every token.
@@ -22,13 +23,14 @@ among themselves. Otherwise the rows that a core receives grow with every token.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
 
-from mplug import ENCODER_TEXTS, Mesh, Model, Run, RunConfig, UsageError, hookimpl, slots_of
+from mplug import ENCODER_TEXTS, Axis, Mesh, Model, Run, RunConfig, UsageError, hookimpl, slots_of
 from mplug.commands import (
     AS_THEY_ARE,
     COMMAND,
@@ -42,6 +44,7 @@ from mplug.commands import (
 )
 from mplug_invariance import covers, statements
 from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
+from mplug_sampling.form import OWN, selected_undivided
 from mplug_streams import Processor
 
 LABEL = f"{COMMAND}sampling"
@@ -95,19 +98,21 @@ class Sampler:
         self.model = model
         model.module.eval()  # some modules mix samples in training only
         self.uncached = _reason_against(model)
-        self.padded = self.padded or multiple_of_positions(run.mesh) > 1
+        self.padded = self.padded or self.multiple(run) > 1
         if self.uncached:
             return
-        for module in _caching(model):
-            module.serve_cache()
+        self._serve_caches(model)
         if self.padded:
             run.entries |= {DOCUMENTS}
 
     @hookimpl
     def offers_selected(self, run: Run, model: Model, selection: Selection) -> None:
         """Replace kernels that do not serve keys from a cache, and find out whether caches are static."""
-        _refuse_stages(run, model)
+        refuse_stages(run, model)
         self._refuse_parts(run, model)
+        if owners := {*self.undivided_axes(run).values()}:
+            own = selected_undivided(run, model, selection, owners)
+            selection.filled, selection.unmet = own.filled, own.unmet
         if not self.uncached:
             self._use_plain_attention(run, selection)
             self._use_static_attention(run, model, selection)
@@ -121,6 +126,31 @@ class Sampler:
     def own_units(self) -> Instead:
         """Functions that sampling calls in the place of units' methods, by the names of the units."""
         return AS_THEY_ARE
+
+    def undivided_axes(self, run: Run) -> dict[str, str]:
+        """The mesh axes that divide positions, but not when the model samples, with the labels of their strategies.
+
+        Here, these are axes inside the model: each of their ranks computes all positions of a call.
+        """
+        able, owners = run.hooks.implementers(OWN), owners_of_axes(run)
+        dividing = [axis.name for axis in run.mesh.axes.values() if axis.size > 1 and self._may_undivide(axis)]
+        return {name: owners[name] for name in dividing if owners.get(name) in able}
+
+    def _may_undivide(self, axis: Axis) -> bool:
+        return axis.divides("sequence") and not axis.entries
+
+    def multiple(self, run: Run) -> int:
+        """The number that must divide the positions of a call."""
+        return multiple_of_positions(run.mesh, self.undivided_axes(run))
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """In the block, the modules of the model are as sampling needs them."""
+        return nullcontext()
+
+    def _serve_caches(self, model: Model) -> None:
+        """Let modules serve caches from now on."""
+        for module in _caching(model):
+            module.serve_cache()
 
     @property
     def eager_because(self) -> str:
@@ -162,14 +192,8 @@ class Sampler:
 
     def _refuse_divided(self, run: Run) -> None:
         """Raise UsageError if the layout divides the positions of a sample."""
-        owners = owners_of_axes(run)
         for axis in run.mesh.axes.values():
-            divided = sorted({*axis.entries} - {"batch"})
-            if axis.size > 1 and divided:
-                raise UsageError(
-                    f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
-                    f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
-                )
+            refuse_axis(run, axis)
 
     def _refuse_parts(self, run: Run, model: Model) -> None:
         """Raise UsageError if the layout stores parts of weights."""
@@ -188,7 +212,7 @@ class Sampler:
     def _reason_against_static_modules(self, run: Run, model: Model) -> str:
         if len(model.stages.units) > 1 and not self.steps_stages:
             return "the model is divided into the chunks of a pipeline"
-        if (multiple := multiple_of_positions(run.mesh)) > 1:
+        if (multiple := self.multiple(run)) > 1:
             return f"the layout divides the positions of a call among {multiple} ranks"
         for module in cached_modules(model):
             if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
@@ -254,7 +278,7 @@ def _refuse_streams_in_text(run: Run, model: Model) -> None:
             )
 
 
-def _refuse_stages(run: Run, model: Model) -> None:
+def refuse_stages(run: Run, model: Model) -> None:
     """Raise UsageError if stages cannot run forward."""
     axis = run.mesh.axes.get(model.stages.axis)
     if axis is not None and axis.size > 1 and (model.pipeline is None or model.pipeline.relay is None):
@@ -265,19 +289,32 @@ def _refuse_stages(run: Run, model: Model) -> None:
         )
 
 
+def refuse_axis(run: Run, axis: Axis) -> None:
+    """Raise UsageError if an axis of the mesh divides samples."""
+    divided = sorted({*axis.entries} - {"batch"})
+    if axis.size > 1 and divided:
+        raise UsageError(
+            f"{owners_of_axes(run).get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
+            f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
+        )
+
+
 def owners_of_axes(run: Run) -> dict[str, str]:
     """The label of the strategy of each mesh axis."""
     return {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
 
 
-def multiple_of_positions(mesh: Mesh) -> int:
+def multiple_of_positions(mesh: Mesh, undivided: Collection[str]) -> int:
     """The number that must divide the positions of a call, because ranks divide these among themselves.
 
-    They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
+    They do so inside the model (sequence parallelism) along axes that are not in `undivided`. Ranks with copies of the
+    same tokens do so before experts in a mesh view of their own.
     """
     inside = [axis for axis in mesh.views["dense"] if not axis.entries and len(axis.views) == 1]  # no stages
-    divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
-    return math.prod(axis.size for axis in inside) if divided else 1
+    of_experts = len(mesh.views) > 1
+    return math.prod(
+        axis.size for axis in inside if (axis.name not in undivided if axis.divides("sequence") else of_experts)
+    )
 
 
 def cached_modules(model: Model) -> Iterator[Any]:

@@ -37,7 +37,7 @@ def run_last(
     if head not in units:
         return values
     activations = model.plan.activations
-    for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
+    for name in head.inputs:
         if "sequence" in activations.get(name, ()):
             dim = activations[name].index("sequence")
             values[name] = _last_of(values[name], dim, last)

@@ -10,6 +10,7 @@
 b texts of a call, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -88,12 +89,28 @@ class Together(Ranks):
         return self.whole_vocabulary(logits[:, -1])[:, : self._num_logits].to(self._wide)
 
 
+def prompt_shard(mesh: Mesh, rank: int) -> tuple[int, int]:
+    """(index, count): this rank completes part `index` of `count` equal parts of the prompts of a rollout.
+
+    Ranks that divide the positions of the same samples in training complete consecutive parts.
+    """
+    shard, shards = mesh.batch_shard(rank)
+    index, count = part_of_samples(mesh, rank)
+    return shard * count + index, shards * count
+
+
+def part_of_samples(mesh: Mesh, rank: int) -> tuple[int, int]:
+    """(index, count): the number of a rank among those that divide the positions of the same samples in training."""
+    axes = [axis for axis in mesh.views["dense"] if axis.entries and "batch" not in axis.entries]
+    return mesh.number(rank, [axis.name for axis in axes]), math.prod(axis.size for axis in axes)
+
+
 def exchanging_axes(mesh: Mesh) -> list[str]:
-    """The mesh axes whose ranks have different samples and exchange tokens inside the model."""
+    """The mesh axes whose ranks have different prompts and exchange tokens inside the model."""
     found = []
     for axis in mesh.axes.values():
-        shards = {mesh.batch_shard(rank) for rank in mesh.group(0, axis.name)}
-        if "batch" not in axis.entries and len(shards) > 1:
+        shards = {prompt_shard(mesh, rank) for rank in mesh.group(0, axis.name)}
+        if not axis.entries and len(shards) > 1:
             found.append(axis.name)
     return found
 

@@ -70,10 +70,12 @@ def of_rank(settings: dict[str, Any]) -> list[list[int]]:
     return staggered(Lanes(sampler, 3, CONTEXT, Ranks(run, sampler)), 3)
 
 
-def test_a_layout_gives_the_tokens_of_one_process() -> None:
-    changes = {"parallel.layout": "tp2", "parallel.tp.sequence_parallel": False}
-    for found in run_workers(2, of_rank, {**FAMILIES["llama"], **changes}):
-        assert found == expected(FAMILIES["llama"])
+@pytest.mark.parametrize(
+    ("layout", "family"), [("tp2", "llama"), pytest.param("tp2ep2", "mixtral", marks=pytest.mark.wide("layouts"))]
+)
+def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str) -> None:
+    for found in run_workers(2, of_rank, {**FAMILIES[family], "parallel.layout": layout}):
+        assert found == expected(FAMILIES[family])
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,6 @@ WIDE = pytest.mark.wide("layouts")
     [
         ("tp2", 2, {}),
         ("pp2", 2, {}),
-        pytest.param("tp2", 2, {"parallel.tp.sequence_parallel": False}, marks=WIDE),
         pytest.param(
             "tp4", 4, {"model.num_kv_heads": 4, "model.vision": {**TOWER, "num_attention_heads": 4}}, marks=WIDE
         ),

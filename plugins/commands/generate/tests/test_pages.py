@@ -104,7 +104,7 @@ def of_rank(settings: dict[str, Any]) -> list[tuple[list[Completion], int]]:
 
 @pytest.mark.wide("layouts")
 def test_ranks_that_divide_the_heads_share_the_table() -> None:
-    settings = {**FAMILIES["llama"], "parallel.layout": "tp2", "parallel.tp.sequence_parallel": False}
+    settings = {**FAMILIES["llama"], "parallel.layout": "tp2"}
     first, second = run_workers(2, of_rank, settings)
     assert first == second
     whole, paged, scarce = first

@@ -63,7 +63,7 @@ def of_rank(settings: dict[str, Any]) -> list[str]:
 
 
 def test_ranks_of_tensor_parallelism_compute_what_the_first_one_commands() -> None:
-    settings = {**GPT, "parallel.layout": "tp2", "parallel.tp.sequence_parallel": False}
+    settings = {**GPT, "parallel.layout": "tp2"}
     assert run_workers(2, of_rank, settings)[0] == [sampled("ab")] * 4
 
 

@@ -101,7 +101,7 @@ def command(**options: Any) -> None:
     \b
     mplug serve --name chat
     mplug serve --pretrained Qwen3-8B --precision bf16 --host 0.0.0.0 --key "$KEY"
-    mplug serve --pretrained Qwen3-8B --precision bf16 --parallel tp2 --set parallel.tp.sequence_parallel=false
+    mplug serve --pretrained Qwen3-8B --precision bf16 --parallel tp2
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50, "temperature": 0}'
     """
     from mplug.commands import launched

@@ -129,6 +129,7 @@ class Rollouts(ChatLoader):
         if run.trains and self.config.completions != "given":
             self._check_steps(run.config)
         if run.trains and self._sampler is not None:
+            self._refuse_gather(run, model)
             self._sampler.select(run, model, selection)
             if self.config.graphs:
                 from mplug_sampling.fast_steps import layout_obstacles
@@ -259,6 +260,16 @@ class Rollouts(ChatLoader):
             self._rescoring = Rescoring(run, scores.of, self.config.per_sample)
         return self._rescoring
 
+    def _refuse_gather(self, run: "Run", model: "Model") -> None:
+        """Refuse `gather` if there is nothing to gather."""
+        from mplug_sampling import stores_parts
+
+        if self.config.gather == "units" and not stores_parts(model):
+            raise UsageError(
+                f"data.gather=units gathers the weights that ranks store in parts, and every rank of the layout "
+                f"'{run.config.parallel.layout}' has whole weights; remove it, or use a layout with fsdp"
+            )
+
     def _check_steps(self, config: "RunConfig") -> None:
         """Refuse steps that end within the completions of a prompt."""
         own, trainer, rampup = self.config, config.trainer, config.schedule.batch_rampup
@@ -377,7 +388,7 @@ class Rollouts(ChatLoader):
             own = self.config
             ranks = Together(run, self._sampler, own.gather)
             self._lanes = Lanes(self._sampler, own.lanes, context, ranks, replays, own.cache_tokens)
-            with ranks.sampling():
+            with self._lanes.sampling():
                 gib = self._lanes.allocate() / 2**30
             log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
         return self._lanes

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from mplug import RunError, UsageError
 from mplug_pretrained import format_named
 from mplug_rollouts.server import Client, Want
+from mplug_sampling import prompt_shard
 from mplug_saving.names import step_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class ServedSampler:
     def complete(self, tokens: Sequence[Sequence[int]], keys: Sequence[int], want: Want) -> "list[Completion]":
         """The completions of this rank's prompts; the first rank of those with the same prompts asks. Collective."""
         mesh = self.run.mesh
-        shards = [mesh.batch_shard(rank)[0] for rank in range(mesh.world_size)]
+        shards = [prompt_shard(mesh, rank)[0] for rank in range(mesh.world_size)]
         part, answer = shards[self.run.rank], None
         self._update()
         if shards.index(part) == self.run.rank:

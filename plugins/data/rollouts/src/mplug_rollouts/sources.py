@@ -19,6 +19,7 @@ from mplug_rollouts.config import RolloutsConfig
 from mplug_rollouts.groups import Item, advantages, deviation_of, is_flat, mean_of
 from mplug_rollouts.lines import Prompt
 from mplug_rollouts.rewards import Functions, Group, Rewarded
+from mplug_sampling import part_of_samples, prompt_shard
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -92,8 +93,9 @@ class GivenSource:
 class SampledSource:
     """Completions of the model that trains, with the rewards of functions.
 
-    Each group of ranks with the same samples completes a part of the prompts of a rollout, and its first rank calls the
-    functions. Then all ranks have all completions.
+    Each group of ranks that computes the same whole samples completes a part of the prompts of a rollout, and its first
+    rank calls the functions. Ranks that divide the positions of samples in training are in different groups. Then all
+    ranks have all completions.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class SampledSource:
         num_dropped: int = 0,
     ) -> None:
         self.run, self.config, self.vocabulary, self.prompts = run, config, vocabulary, prompts
+        self.parts = [prompt_shard(run.mesh, rank)[0] for rank in range(run.mesh.world_size)]
+        """The part of the prompts that each rank completes."""
         self.complete, self.functions, self.num_dropped = complete, functions, num_dropped
         self.seed, self.num_prompts = run.config.trainer.seed, len(prompts)
         self.order = Order(len(prompts), self.seed)
@@ -119,13 +123,12 @@ class SampledSource:
         own, began = self.config, time.perf_counter()
         per_prompt = own.num_generations * own.repeats
         number = own.prompts_per_rollout or -(-samples * own.per_sample // per_prompt)
-        part, parts = self.run.mesh.batch_shard(self.run.rank)
-        mine = range(first + number * part // parts, first + number * (part + 1) // parts)
+        mine = _part_of(range(first, first + number), *prompt_shard(self.run.mesh, self.run.rank))
         chosen = [self.prompts[self.order[one]] for one in mine]
         keys = [key_of(self.seed, "rollout", one, copy) for one in mine for copy in range(own.num_generations)]
         texts = self.complete([one.tokens for one in chosen for _ in range(own.num_generations)], keys, False)
         grouped = [texts[begin : begin + own.num_generations] for begin in range(0, len(texts), own.num_generations)]
-        rewarded, items = self._shared(chosen, grouped)
+        rewarded, items = self._shared(chosen, grouped, range(max(self.parts) + 1))
         values = advantages([[one.reward for one in group] for group in items], own.scale)
         items = [
             [replace(one, advantage=value) for one, value in zip(group, of_group, strict=True)]
@@ -136,20 +139,23 @@ class SampledSource:
         return [one for group in items for one in group] * own.repeats, number
 
     def held_out(self, numbers: Sequence[int]) -> list[Item]:
-        """The completions of the likeliest tokens of prompts of this rank; their advantages are their rewards."""
-        chosen = [self.prompts[one] for one in numbers]
+        """The completions of the likeliest tokens of prompts; their advantages are their rewards.
+
+        The ranks with the same samples, or with parts of them, give the same numbers.
+        """
+        index, count = part_of_samples(self.run.mesh, self.run.rank)
+        first = self.parts[self.run.rank] - index
+        chosen = [self.prompts[one] for one in _part_of(numbers, index, count)]
         texts = self.complete([one.tokens for one in chosen], [0] * len(chosen), True)
-        _, items = self._shared(chosen, [[one] for one in texts], of_all=False)
+        _, items = self._shared(chosen, [[one] for one in texts], range(first, first + count))
         return [replace(one, advantage=mean_of([one.reward])) for (one,) in items]
 
     def _shared(
-        self, prompts: Sequence[Encoded], texts: "Sequence[Sequence[Completion]]", of_all: bool = True
+        self, prompts: Sequence[Encoded], texts: "Sequence[Sequence[Completion]]", parts: range
     ) -> tuple[list[Rewarded], list[list[Item]]]:
-        """The rewards and completions of the prompts of all groups of ranks, or of this rank's. Collective."""
-        part, parts = self.run.mesh.batch_shard(self.run.rank)
-        shards = [self.run.mesh.batch_shard(rank)[0] for rank in range(self.run.mesh.world_size)]
+        """The rewards and completions of some parts of the prompts; those given are this rank's. Collective."""
         answer: Any = None
-        if shards.index(part) == self.run.rank:
+        if self.parts.index(self.parts[self.run.rank]) == self.run.rank:
             try:
                 found = self.functions.of([self._group(*one) for one in zip(prompts, texts, strict=True)])
                 rows = zip(prompts, texts, found, strict=True)
@@ -160,8 +166,7 @@ class SampledSource:
         for error in answers:
             if isinstance(error, UsageError):
                 raise error
-        groups = range(parts) if of_all else [part]
-        whole = [answers[shards.index(group)] for group in groups]
+        whole = [answers[self.parts.index(part)] for part in parts]
         return [one for found, _ in whole for one in found], [one for _, items in whole for one in items]
 
     def _group(self, one: Encoded, texts: "Sequence[Completion]") -> Group:
@@ -226,6 +231,11 @@ class SampledSource:
                 ]
                 of_prompt = {"step": self.run.step, "prompt": one.prompt.content, "prompt_tokens": one.tokens}
                 lines.write(json.dumps({**one.prompt.columns, **of_prompt, "completions": completions}) + "\n")
+
+
+def _part_of(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
+    """Part `index` of `count` about equal parts of numbers."""
+    return numbers[len(numbers) * index // count : len(numbers) * (index + 1) // count]
 
 
 def _item(one: Encoded, text: "Completion", reward: float) -> Item:

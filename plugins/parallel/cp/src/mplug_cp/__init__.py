@@ -98,3 +98,8 @@ class ContextParallel:
                 "places that are known before the division; set parallel.cp.divide=sequence"
             )
         return [*around_attention(run, self.config), *around_mixers(run, self.config)]
+
+    @hookimpl
+    def offer_undivided(self) -> "list[Wrap]":
+        """Nothing: each rank computes its own samples as one process does."""
+        return []

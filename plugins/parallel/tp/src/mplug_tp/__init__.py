@@ -103,6 +103,13 @@ class TensorParallel:
         return offers(run, model, self.config.sequence_parallel, overlap, self.config.chunks)
 
     @hookimpl
+    def offer_undivided(self, run: "Run", model: "Model") -> "list[Offer | Wrap]":
+        """Those without sequence parallelism: all ranks have all positions of a call."""
+        from mplug_tp.suppliers import offers
+
+        return offers(run, model, sequence_parallel=False, overlap=False, chunks=self.config.chunks)
+
+    @hookimpl
     def captures(self, run: "Run") -> bool | str:
         """A replay would wait for the counts of the recorded step, which the signals of that step have reached."""
         if run.mesh.axes["tp"].size == 1:

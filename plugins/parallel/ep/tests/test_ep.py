@@ -34,6 +34,7 @@ from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
 BOUNDED = {"parallel.ep.dispatch": "bounded", "parallel.ep.room": 4.0}
+OVERLAPPED_PARTS = {"parallel.ep.overlap": True, "parallel.ep.parts": 2}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
 EVERYTHING = {
     "model.num_experts": 8,
@@ -65,11 +66,13 @@ class TestExpertParallel(ParallelSuite):
         "once-per-rank": {"parallel.ep.dispatch": "once_per_rank", "model.num_experts_per_token": 3},
         "everything": EVERYTHING,
         "overlapped": {**EVERYTHING, "parallel.ep.overlap": True},
+        "parts": {**EVERYTHING, **OVERLAPPED_PARTS, "parallel.ep.parts": 3},
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
     }
     without_effect = {
         "room": "a step that has lost rows is computed again, so no result depends on the room",
         "overlap": "it changes when rows travel, not what is computed",
+        "parts": "it changes the order in which gradients are summed, not what is computed",
     }
     refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
 
@@ -86,12 +89,23 @@ class TestExpertTensorParallel(ParallelSuite):
 # Several strategies.
 
 REPEATED = "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6"
+IN_PARTS = (
+    "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
+    "pp2ep2 parallel.pp.schedule=zb-v",
+    "pp2ep2 parallel.pp.schedule=dualpipe-v parallel.ep.dispatch=bounded",
+    "tp2ep2etp2 parallel.tp.sequence_parallel=false",
+    "tp2ep4 model.capacity_factor=1.0 trainer.micro_batch_size=2",
+    "cp2ep2 model.moe_balance=micro_batch trainer.micro_batch_size=2 memory.recompute.mode=full",
+    "fsdp4ep2 trainer.compile=aot_eager",
+)
+"""Layouts with which the parts of a micro batch overlap."""
 LAYOUTS = (
     REPEATED,
     "tp2ep4",
     "tp2pp2ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
     "tp2ep2etp2 parallel.tp.sequence_parallel=false",
     "dp4ep2 parallel.ep.dispatch=all_gather",
+    *(f"{layout} parallel.ep.overlap=true parallel.ep.parts=2" for layout in IN_PARTS),
 )
 
 

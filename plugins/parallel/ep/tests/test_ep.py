@@ -89,23 +89,26 @@ class TestExpertTensorParallel(ParallelSuite):
 # Several strategies.
 
 REPEATED = "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6"
-IN_PARTS = (
-    "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
-    "pp2ep2 parallel.pp.schedule=zb-v",
-    "pp2ep2 parallel.pp.schedule=dualpipe-v parallel.ep.dispatch=bounded",
-    "tp2ep2etp2 parallel.tp.sequence_parallel=false",
-    "tp2ep4 model.capacity_factor=1.0 trainer.micro_batch_size=2",
-    "cp2ep2 model.moe_balance=micro_batch trainer.micro_batch_size=2 memory.recompute.mode=full",
-    "fsdp4ep2 trainer.compile=aot_eager",
-)
-"""Layouts with which the parts of a micro batch overlap."""
+IN_PARTS = {
+    "zb-h1": "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
+    "zb-v": "pp2ep2 parallel.pp.schedule=zb-v model.num_layers=4",
+    "dualpipe-v": "pp2ep2 parallel.pp.schedule=dualpipe-v parallel.ep.dispatch=bounded model.num_layers=4",
+    "etp": "tp2ep2etp2 parallel.tp.sequence_parallel=false",
+    "capacity": "tp2ep4 model.capacity_factor=1.0 trainer.micro_batch_size=2",
+    "cp": "cp2ep2 model.moe_balance=micro_batch trainer.micro_batch_size=2 memory.recompute.mode=full",
+    "fsdp": "fsdp4ep2",
+}
+"""Layouts in which the parts of a micro batch overlap."""
 LAYOUTS = (
     REPEATED,
     "tp2ep4",
     "tp2pp2ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
     "tp2ep2etp2 parallel.tp.sequence_parallel=false",
     "dp4ep2 parallel.ep.dispatch=all_gather",
-    *(f"{layout} parallel.ep.overlap=true parallel.ep.parts=2" for layout in IN_PARTS),
+    *(
+        pytest.param(f"{layout} parallel.ep.overlap=true parallel.ep.parts=2", id=f"parts {name}")
+        for name, layout in IN_PARTS.items()
+    ),
 )
 
 

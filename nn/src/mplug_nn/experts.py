@@ -19,7 +19,7 @@ from mplug_nn.gemm import NOTHING
 from mplug_nn.grouped import PLAIN_GROUPED, GroupedProduct, apply_grouped, grouped_linear, waits_for_device
 from mplug_nn.linear import ADAPTERS
 from mplug_nn.mlp import Activation, Kind
-from mplug_products.delayed import Later, Operands
+from mplug_products.delayed import Later, Operands, part_of
 from mplug_products.slot_buffers import held
 from mplug_products.weight_product import ProductModule
 
@@ -251,20 +251,22 @@ class Experts(Activation, ProductModule):
         """The first step of `forward`: let rows travel to their experts."""
         return self.dispatch(x, chosen, gates, self.num_experts)
 
-    def work(self, rows: Tensor, counts: Tensor, route: Route) -> tuple[Tensor, Route]:
+    def work(self, rows: Tensor, counts: Tensor, route: Route, part: int = 0, parts: int = 1) -> tuple[Tensor, Route]:
         """The second step, with the results of `begin`: apply to each row its expert, and let the rows travel back.
 
-        What a caller computes between two steps overlaps with the travel.
+        What a caller computes between two steps overlaps with the travel. A caller with several parts of tokens states
+        which one the rows are of.
         """
         rows, route = self.arrive(rows, route)
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
-            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self.buffers_of("up"))
+            up_later, down_later = part_of(self.up_later, part, parts), part_of(self.down_later, part, parts)
+            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, up_later, self.buffers_of("up"))
             hidden = adapted(self.up_adapter, rows, hidden, counts)
             if self.up_bias is not None:
                 hidden = add_of_group(hidden, counts, self.up_bias)
             hidden = self.activate(hidden)
-            of_down = self.down_casts, self.down_later, self.buffers_of("down")
+            of_down = self.down_casts, down_later, self.buffers_of("down")
             y = apply_grouped(self.product, hidden, counts, down, *of_down)
             rows = adapted(self.down_adapter, hidden, y, counts)
         else:

@@ -121,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         divided = self.parts(rows.flatten(0, 1), chosen, gates)
         begun = [self.experts.begin(*part) for part in divided]
         shared = None if self.shared is None else self._shared(x)  # while rows travel
-        worked = [self.experts.work(*part) for part in begun]
+        worked = [self.experts.work(*part, number, len(begun)) for number, part in enumerate(begun)]
         summed = [self.experts.finish(part[2], *own) for part, own in zip(divided, worked, strict=True)]
         y = summed[0] if len(summed) == 1 else torch.cat(summed)
         y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(rows)

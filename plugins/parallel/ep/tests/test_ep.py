@@ -310,6 +310,11 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("tp=2", "15 tokens of a sample", "trainer.seq_length", "sequence parallelism"),
     ),
     (
+        "tp2ep2 parallel.tp.sequence_parallel=false trainer.seq_length=4 parallel.ep.parts=3",
+        EXPERTS,
+        ("parallel.ep.parts=3 divides", "a rank computes 2 tokens of a sample; use at most 2 parts"),
+    ),
+    (
         "dp2ep4",
         EXPERTS,
         ("'dp2ep4'", "2 ranks in the view 'dense' and 4 ranks in the view 'sparse'", "4 ranks needs 2 times"),
@@ -368,6 +373,12 @@ def test_room_without_buffers_of_a_fixed_size_is_refused() -> None:
     with pytest.raises(UsageError, match="room=2 is for dispatch=bounded and symmetric, and dispatch is all_to_all"):
         tiny_config(settings)
     tiny_config({**settings, "parallel.ep.dispatch": "symmetric"})
+
+
+@pytest.mark.parametrize("dispatch", ["symmetric", "once_per_rank", "all_gather"])
+def test_parts_that_cannot_travel_while_others_are_computed_are_refused(dispatch: str) -> None:
+    with pytest.raises(UsageError, match=f"parts is for dispatch=all_to_all and bounded, and dispatch is {dispatch}"):
+        tiny_config({**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": dispatch, "parallel.ep.parts": 2})
 
 
 def test_processes_that_the_views_do_not_divide_are_refused_with_the_numbers() -> None:

@@ -27,6 +27,13 @@ class Messages:
     def take(self, arrived: Tensor, written: Tensor) -> Tensor:
         return torch.where((written >= 0)[:, None], arrived, 0)
 
+    def start(self, rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, num_places: int) -> Tensor:
+        arrived = self.exchange(rows, rank, place, num_places)
+        return arrived if written is None else self.take(arrived, written)
+
+    def wait(self, into: Tensor) -> None:
+        """A message has arrived when `start` returns."""
+
     def restart(self) -> None:
         """Messages have no memory of which one is the first."""
 

@@ -203,6 +203,8 @@ EVENTS = {
     "start_return": "return",
     "start_copy": "send",
     "wait_tensor": "await",
+    "start_push": "push",
+    "await_push": "await",
 }
 """What the operators of a mixture do, by their names. The router multiplies by the operator of the shared experts."""
 
@@ -234,7 +236,8 @@ def mixed(dispatch: str, overlap: bool, parts: int) -> Found:
     own = slice(2 * rank, 2 * rank + 2)
     moe.experts.up, moe.experts.down = (nn.Parameter(one[own].detach()) for one in (moe.experts.up, moe.experts.down))
     model: Any = SimpleNamespace(placements={}, module=moe)
-    bounds = Bounds(model, room=2.0) if dispatch == "bounded" else None
+    mplug_ep.wraps.open_mailbox = by_messages
+    bounds = None if dispatch == "all_to_all" else Bounds(model, room=2.0)
     if bounds is not None:
         bounds.check(run)
     for wrap in wraps_of_ep(run, model, dispatch, bounds, overlap, parts):
@@ -254,12 +257,8 @@ def all_mixed(calls: list[tuple[str, bool, int]]) -> list[Found]:
 
 
 def test_the_parts_of_a_micro_batch_travel_while_others_are_computed_with_the_same_bits() -> None:
-    calls = [
-        (dispatch, overlap, parts)
-        for dispatch in ("all_to_all", "bounded")
-        for parts in (1, 2, 3)
-        for overlap in (False, True)
-    ]
+    ways = ("all_to_all", "bounded", "symmetric")
+    calls = [(dispatch, overlap, parts) for dispatch in ways for parts in (1, 2, 3) for overlap in (False, True)]
     for rank in run_workers(2, all_mixed, calls):
         found = dict(zip(calls, rank, strict=True))
         for dispatch, _, parts in calls:
@@ -267,11 +266,12 @@ def test_the_parts_of_a_micro_batch_travel_while_others_are_computed_with_the_sa
             assert all(map(torch.equal, one, found[dispatch, False, parts][0])), (dispatch, parts)
             for tensor, expected in zip(one, whole, strict=True):
                 torch.testing.assert_close(tensor, expected, rtol=1e-13, atol=1e-13)
-        for dispatch in ("all_to_all", "bounded"):
+        for dispatch in ways:
+            send, back = ("push", "push") if dispatch == "symmetric" else ("send", "return")
             _, forward, backward = found[dispatch, True, 1]
-            assert forward == ["shared", "send", "shared", "await", "experts", "return", "await"]
-            assert backward == ["send", "await", "experts", "return", "shared", "await", "shared"]
+            assert forward == ["shared", send, "shared", "await", "experts", back, "await"], "the router is first"
+            assert backward == [send, "await", "experts", back, "shared", "await", "shared"]
             _, forward, backward = found[dispatch, True, 2]
-            each = ["await", "experts", "return"]
-            assert forward == ["shared", "send", "shared", *each, *each, "await"], "the router multiplies first"
-            assert backward == ["send", *each, *each, "shared", "await", "shared"]
+            each = ["await", "experts", back]
+            assert forward == ["shared", send, "shared", *each, *each, "await"]
+            assert backward == [send, *each, *each, "shared", "await", "shared"]

@@ -50,23 +50,24 @@ class ExpertParallel:
         )
         overlap: Annotated[bool, MAY_CHANGE] = Field(
             False,
-            description="all_to_all, bounded: compute the shared experts, and other parts of the micro batch, while "
-            "tokens travel",
+            description="all_to_all, bounded, symmetric: compute the shared experts, and other parts of the micro "
+            "batch, while tokens travel",
         )
         parts: Annotated[PositiveInt, MAY_CHANGE] = Field(
             1,
-            description="all_to_all, bounded: the parts in which experts compute the tokens of a micro batch; with "
-            "overlap, the tokens of one part travel while another part is computed",
+            description="all_to_all, bounded, symmetric: the parts in which experts compute the tokens of a micro "
+            "batch; with overlap, the tokens of one part travel while another part is computed",
         )
 
         @model_validator(mode="after")
         def _can_overlap(self) -> Self:
-            if self.dispatch in ("all_to_all", "bounded"):
+            if self.dispatch in ("all_to_all", *BOUNDED):
                 return self
             for field in ("overlap", "parts"):
                 if getattr(self, field) != type(self).model_fields[field].default:
                     raise ValueError(
-                        f"{field} is for dispatch=all_to_all and bounded, and dispatch is {self.dispatch}; choose one"
+                        f"{field} is for dispatch=all_to_all, bounded and symmetric, and dispatch is {self.dispatch}; "
+                        f"choose one"
                     )
             return self
 

@@ -9,6 +9,7 @@ from torch import Tensor
 import mplug_ops as ops
 from mplug import Model, Run
 from mplug_ep.mailbox import MAILBOXES
+from mplug_ep.places import Places, meet
 from mplug_nn import count
 
 
@@ -45,6 +46,13 @@ class Bounds:
         """The meeting for rows [N, D] in buffers of a fixed size; rows without room are counted."""
         assert group is not None
         places = ops.meet_bounded(counts, len(rows), self.room_for(len(rows), group.size()), group)
+        self.count(places.lost)
+        return places
+
+    def met_places(self, rows: Tensor, counts: Tensor, group: ops.Group) -> Places:
+        """The places for rows [N, D] in the memory of other GPUs; rows without a place are counted."""
+        assert group is not None
+        places = meet(counts, len(rows), self.places_for(len(rows), group.size()), group)
         self.count(places.lost)
         return places
 

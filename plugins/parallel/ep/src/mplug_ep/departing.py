@@ -19,6 +19,7 @@ exchange of backward starts in a node of its own, and another node awaits it.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -29,25 +30,88 @@ import mplug_ops as ops
 from mplug import Model
 from mplug_ep.bounds import Bounds
 from mplug_ep.by_token import Arrive, Combine, Dispatch, Dispatched, Route, Wraps, without
+from mplug_ep.places import Places
+from mplug_ep.pushed_rows import arrive_back_pushed, arrive_pushed, depart_back_pushed, depart_pushed
 
 Parts = Callable[..., tuple[tuple[Tensor, ...], ...]]
 
 
-def departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None) -> Wraps:
-    """Wraps of all slots of `Experts` between which rows travel, with the bits of those that wait at once.
+@dataclass(frozen=True)
+class DepartingWay:
+    """How rows travel in two directions, in two parts each: what the ranks agree on first, of the class `kind`.
 
-    `counting` is the group for the numbers of rows: those of one part must not queue behind the rows of another. Behind
-    the route of the supplier inside are the meeting, a tensor without elements [N k, 0], which states the number of
-    this rank's rows, and while rows travel the rows that arrive.
+    meet(rows [N k, D] ordered by bin, counts) -> a `kind`; depart(rows, it) and arrive(*departed, it) -> [M, D];
+    depart_back(rows [M, D], it, N k) and arrive_back(*departed, it) -> [N k, D].
     """
 
-    def is_bounded() -> bool:
-        return bounds is not None and bounds.apply
+    kind: type[Any]
+    meet: Callable[[Tensor, Tensor], Any]
+    depart: Callable[[Tensor, Any], tuple[Tensor, Tensor]]
+    arrive: Callable[[Tensor, Tensor, Any], Tensor]
+    depart_back: Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]
+    arrive_back: Callable[[Tensor, Tensor, Any], Tensor]
+
+
+def exactly(group: ops.Group, counting: ops.Group) -> DepartingWay:
+    """In buffers whose size is the number of rows."""
+    return DepartingWay(
+        ops.Meeting,
+        lambda _, counts: ops.meet(counts, counting),
+        lambda rows, one: ops.depart(rows, one.sizes, one.order.shape[0], group),
+        lambda rows, arriving, one: ops.arrive(rows, arriving, one.order, one.inverse, one.sizes, group),
+        lambda rows, one, number: ops.depart_back(rows, one.order, one.inverse, one.sizes, number, group),
+        lambda rows, returning, one: ops.arrive_back(rows, returning, one.sizes, group),
+    )
+
+
+def in_buffers(group: ops.Group, counting: ops.Group, bounds: Bounds) -> DepartingWay:
+    """In buffers of a fixed size."""
+
+    def depart(rows: Tensor, one: ops.BoundedMeeting) -> tuple[Tensor, Tensor]:
+        rows = ops.pack_bounded(rows, one)
+        return ops.depart(rows, _even_sizes(rows, group), len(rows), group)
+
+    def depart_back(rows: Tensor, one: ops.BoundedMeeting, _: int) -> tuple[Tensor, Tensor]:
+        return ops.depart_back(rows, one.order, one.inverse, _even_sizes(rows, group), len(rows), group)
+
+    return DepartingWay(
+        ops.BoundedMeeting,
+        lambda rows, counts: bounds.met(rows, counts, counting),
+        depart,
+        lambda rows, arriving, one: ops.arrive(rows, arriving, one.order, one.inverse, _even_sizes(rows, group), group),
+        depart_back,
+        lambda rows, returning, one: ops.unpack_bounded(
+            ops.arrive_back(rows, returning, _even_sizes(rows, group), group), one
+        ),
+    )
+
+
+def pushed(group: ops.Group, counting: ops.Group, bounds: Bounds) -> DepartingWay:
+    """By kernels that write rows into the memory of other GPUs, on a stream of their own."""
+    return DepartingWay(
+        Places,
+        lambda rows, counts: bounds.met_places(rows, counts, counting),
+        lambda rows, places: depart_pushed(rows, places, group),
+        lambda rows, arriving, places: arrive_pushed(rows, arriving, places, group),
+        lambda rows, places, _: depart_back_pushed(rows, places, group),
+        lambda rows, returning, places: arrive_back_pushed(rows, returning, places, group),
+    )
+
+
+def departing(exact: DepartingWay, bounded: DepartingWay | None, bounds: Bounds | None) -> Wraps:
+    """Wraps of all slots of `Experts` between which rows travel, with the bits of those that wait at once.
+
+    The way is `exact` unless `bounds` apply. Behind the route of the supplier inside are the meeting, a tensor without
+    elements [N k, 0], which states the number of this rank's rows, and while rows travel the rows that arrive.
+    """
+
+    def way() -> DepartingWay:
+        return bounded if bounds is not None and bounded is not None and bounds.apply else exact
 
     def parted(route: Sequence[Tensor]) -> tuple[Route, Any, int]:
         """The route of the supplier inside, the meeting, and the number of this rank's rows."""
         *front, rows = route
-        own, meeting = without(front, ops.BoundedMeeting if is_bounded() else ops.Meeting)
+        own, meeting = without(front, way().kind)
         return own, meeting, rows.shape[0]
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
@@ -59,15 +123,9 @@ def departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None) -> W
             num_rows: int | None = None,
         ) -> Dispatched:
             rows, counts, route = inner(x, chosen, gates, num_experts)
-            number = rows.new_empty(rows.shape[0], 0)
-            if bounds is not None and bounds.apply:
-                places = bounds.met(rows, counts, counting)
-                rows = ops.pack_bounded(rows, places)
-                leaving, arriving = ops.depart(rows, _even_sizes(rows, group), len(rows), group)
-                return leaving, places.counts, (*route, *places, number, arriving)
-            meeting = ops.meet(counts, counting)
-            leaving, arriving = ops.depart(rows, meeting.sizes, meeting.order.shape[0], group)
-            return leaving, meeting.counts, (*route, *meeting, number, arriving)
+            meeting = way().meet(rows, counts)
+            leaving, arriving = way().depart(rows, meeting)
+            return leaving, meeting.counts, (*route, *meeting, rows.new_empty(rows.shape[0], 0), arriving)
 
         return dispatch
 
@@ -75,8 +133,7 @@ def departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None) -> W
         def arrive(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
             *front, arriving = route
             _, meeting, _ = parted(front)
-            sizes = _even_sizes(rows, group) if is_bounded() else meeting.sizes
-            return inner(ops.arrive(rows, arriving, meeting.order, meeting.inverse, sizes, group), tuple(front))
+            return inner(way().arrive(rows, arriving, meeting), tuple(front))
 
         return arrive
 
@@ -84,8 +141,7 @@ def departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None) -> W
         def leave(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
             rows, route = inner(rows, route)
             _, meeting, number = parted(route)
-            sizes, number = (_even_sizes(rows, group), len(rows)) if is_bounded() else (meeting.sizes, number)
-            leaving, returning = ops.depart_back(rows, meeting.order, meeting.inverse, sizes, number, group)
+            leaving, returning = way().depart_back(rows, meeting, number)
             return leaving, (*route, returning)
 
         return leave
@@ -94,9 +150,7 @@ def departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None) -> W
         def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
             *front, returning = route
             own, meeting, _ = parted(front)
-            sizes = _even_sizes(rows, group) if is_bounded() else meeting.sizes
-            rows = ops.arrive_back(rows, returning, sizes, group)
-            return inner(ops.unpack_bounded(rows, meeting) if is_bounded() else rows, gates, own)
+            return inner(way().arrive_back(rows, returning, meeting), gates, own)
 
         return combine
 

@@ -16,11 +16,14 @@ class Mailbox:
     """Memory of the ranks of a group into which all of them write rows: two in turn.
 
     A rank writes into one of the two after a barrier that the others reach only when they have read what it had before.
+    So all exchanges of a step must be on one stream: the current one, or that of `start`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._memories = (ops.PeerMemory(group), ops.PeerMemory(group))
         self._group, self._next = group, 0
+        self._stream: torch.cuda.Stream | None = None
+        self._started: dict[int, torch.cuda.Event] = {}
 
     def restart(self) -> None:
         """Begin with the first of the two memories again. All ranks must have read what the last exchange brought."""
@@ -40,7 +43,28 @@ class Mailbox:
 
     def take(self, arrived: Tensor, written: Tensor) -> Tensor:
         """A copy of what `exchange` has returned, with 0 in the rows that no rank has written (see the function)."""
-        return take(arrived, written)
+        return take(arrived, written, torch.empty_like(arrived))
+
+    def start(self, rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, num_places: int) -> Tensor:
+        """`exchange` and a copy, on a stream of their own -> the copy [num_places, D], undefined until `wait`.
+
+        The rows must not change before. `written` is that of `take`; None: rows that no rank writes are arbitrary.
+        """
+        current, self._stream = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
+        copies = [one.clone() for one in (rank, place, *(() if written is None else (written,)))]
+        into = rows.new_empty(num_places, rows.shape[1])
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            arrived = self.exchange(rows, copies[0], copies[1], num_places)
+            _ = into.copy_(arrived) if written is None else take(arrived, copies[2], into)
+        for one in (rows, into, *copies):
+            one.record_stream(self._stream)
+        self._started[into.data_ptr()] = self._stream.record_event()
+        return into
+
+    def wait(self, into: Tensor) -> None:
+        """Have the current stream wait for what `start` has returned."""
+        torch.cuda.current_stream().wait_event(self._started.pop(into.data_ptr()))
 
 
 def push(rows: Tensor, rank: Tensor, place: Tensor, addresses: Tensor) -> None:
@@ -52,11 +76,10 @@ def push(rows: Tensor, rank: Tensor, place: Tensor, addresses: Tensor) -> None:
             triton_push_rows[(len(rows),)](rows, rank, place, addresses, **_sizes(rows))
 
 
-def take(arrived: Tensor, written: Tensor) -> Tensor:
-    """A copy of arrived [N, D], with 0 in the rows that no rank has written: written [N] int32 is negative."""
+def take(arrived: Tensor, written: Tensor, rows: Tensor) -> Tensor:
+    """Copy arrived [N, D] to rows, with 0 where no rank has written: written [N] int32 is negative. Returns rows."""
     from mplug_ep.pushed_kernel import triton_take_rows
 
-    rows = torch.empty_like(arrived)
     if len(rows):
         with torch.cuda.device_of(rows):
             triton_take_rows[(len(rows),)](arrived, written, rows, **_sizes(rows))

@@ -6,6 +6,11 @@ N rows of a rank, M places for the rows that it receives, D width (`mplug_ep.pla
     send_pushed       each row to its place on the rank that owns its bin  the rows' gradients, to their senders
     give_back_pushed  each row to its sender                               gradients, sent like the rows
 
+Each function is also there in two parts, between which a rank computes something else (as in `mplug_ops.started_rows`):
+
+    depart_pushed, depart_back_pushed   start to write rows            await their gradients
+    arrive_pushed, arrive_back_pushed   await the rows                 start to write their gradients
+
 Without lost rows, results and gradients have the bits of `mplug_ops.send` and `give_back`, with other padding. No shape
 depends on the data, so the CPU waits for nothing. The GPUs of a group wait for each other once in an exchange.
 """
@@ -33,6 +38,40 @@ def give_back_pushed(rows: Tensor, places: Places, group: ops.Group) -> Tensor:
     assert group is not None
     own: Tensor = _GiveBack.apply(rows, *_ways(places), group.group_name)  # type: ignore[no-untyped-call]
     return own
+
+
+def depart_pushed(rows: Tensor, places: Places, group: ops.Group) -> tuple[Tensor, Tensor]:
+    """Start `send_pushed` -> (the rows, for `arrive_pushed`; the rows that arrive, undefined until then)."""
+    assert group is not None
+    leaving: Tensor = _Leaving.apply(rows, group.group_name)  # type: ignore[no-untyped-call]
+    num_places = places.back_rank.shape[0]
+    to = places.rank, places.place
+    return leaving, start_push(leaving.detach(), *to, None, num_places, group.group_name, False)
+
+
+def arrive_pushed(leaving: Tensor, arriving: Tensor, places: Places, group: ops.Group) -> Tensor:
+    """Await the rows of `depart_pushed`."""
+    assert group is not None
+    back = places.back_rank, places.back_place, places.rank, group.group_name
+    arrived: Tensor = _Awaited.apply(leaving, arriving, *back)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def depart_back_pushed(rows: Tensor, places: Places, group: ops.Group) -> tuple[Tensor, Tensor]:
+    """Start `give_back_pushed` -> (the rows, for `arrive_back_pushed`; the rows that return, undefined until then)."""
+    assert group is not None
+    leaving: Tensor = _Leaving.apply(rows, group.group_name)  # type: ignore[no-untyped-call]
+    num_rows = places.rank.shape[0]
+    back = places.back_rank, places.back_place
+    return leaving, start_push(leaving.detach(), *back, places.rank, num_rows, group.group_name, False)
+
+
+def arrive_back_pushed(leaving: Tensor, returning: Tensor, places: Places, group: ops.Group) -> Tensor:
+    """Await the rows of `depart_back_pushed`."""
+    assert group is not None
+    to = places.rank, places.place, None, group.group_name
+    arrived: Tensor = _Awaited.apply(leaving, returning, *to)  # type: ignore[no-untyped-call]
+    return arrived
 
 
 def _ways(places: Places) -> tuple[Tensor, ...]:
@@ -63,6 +102,61 @@ class _GiveBack(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rank, place, back_rank = ctx.saved_tensors
         return push_rows(grad, rank, place, None, back_rank.shape[0], ctx.group), *[None] * 5
+
+
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        await_push(grad, None, ctx.group)
+        return grad, None
+
+
+class _Awaited(torch.autograd.Function):
+    """The gradient of `leaving` is undefined until `_Leaving`, which alone reads it, has awaited it."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, leaving: Tensor, arriving: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, group: str
+    ):
+        ctx.save_for_backward(rank, place, written)
+        ctx.num_rows, ctx.group = leaving.shape[0], group
+        await_push(arriving, leaving, group)
+        return arriving
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return start_push(grad, *ctx.saved_tensors, ctx.num_rows, ctx.group, True), *[None] * 5
+
+
+# A compiler may give the memory of an argument to another tensor as soon as an operator has returned. So the rows that
+# leave are arguments of `await_push` too, or `start_push` copies them.
+
+
+@operator("mplug_ep::start_push")
+def start_push(
+    rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, num_places: int, group: str, copied: bool
+) -> Tensor:
+    """Start `push_rows`, of a copy of rows if `copied`; the result is undefined until `await_push`."""
+    rows = rows.clone(memory_format=torch.contiguous_format) if copied else rows.contiguous()
+    return MAILBOXES[group].start(rows, rank, place, written, num_places)
+
+
+@fake("mplug_ep::start_push")
+def _(
+    rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, num_places: int, group: str, copied: bool
+) -> Tensor:
+    return rows.new_empty(num_places, rows.shape[1])
+
+
+@operator("mplug_ep::await_push", mutates_args=("arriving",))
+def await_push(arriving: Tensor, leaving: Tensor | None, group: str) -> None:
+    """Await what `start_push` has returned. `leaving` are the rows that it pushes, unless it has copied them."""
+    MAILBOXES[group].wait(arriving)
 
 
 @operator("mplug_ep::push_rows")

@@ -51,11 +51,11 @@ from mplug_ep.by_token import (
     without,
 )
 from mplug_ep.deepep import DeepEP, open_buffer
-from mplug_ep.departing import departing, in_parts
+from mplug_ep.departing import departing, exactly, in_buffers, in_parts, pushed
 from mplug_ep.fit import copying_axes
 from mplug_ep.mailbox import open_mailbox
 from mplug_ep.once_per_rank import OncePerRank
-from mplug_ep.places import Places, meet
+from mplug_ep.places import Places
 from mplug_ep.pushed_rows import give_back_pushed, send_pushed
 
 COPIES, ETP, EP = 120, 100, 50
@@ -91,7 +91,7 @@ def wraps_of_ep(
         way = _token_way(run, group, how)
         own = by_token(way, run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep"))
     elif overlap:
-        own = departing(group, run.group("ep", use=COUNTING) if parts > 1 else group, bounds)
+        own = _departing(group, run.group("ep", use=COUNTING) if parts > 1 else group, bounds, how)
     else:
         own = _travelling(group, bounds, how)
     etp = run.mesh.axes.get("etp")
@@ -107,6 +107,14 @@ def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
         return []
     divided = _divided(model, "etp")
     return [*_around(by_token(Gathered(run.group("etp", use=USE))), ETP, divided), *_own_part(run, divided)]
+
+
+def _departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None, how: str) -> Wraps:
+    """Wraps between which rows travel. The numbers of rows of one part must not queue behind the rows of another."""
+    bounded = None
+    if bounds is not None:
+        bounded = (pushed if how == SYMMETRIC else in_buffers)(group, counting, bounds)
+    return departing(exactly(group, counting), bounded, bounds)
 
 
 def _token_way(run: Run, group: ops.Group, how: str) -> TokenWay:
@@ -208,16 +216,9 @@ def _in_buffers(group: ops.Group, bounds: Bounds) -> Way:
 
 def _pushed(group: ops.Group, bounds: Bounds) -> Way:
     """By kernels that write rows into the memory of other GPUs, which has a fixed size."""
-
-    def met(rows: Tensor, counts: Tensor) -> Places:
-        assert group is not None
-        places = meet(counts, len(rows), bounds.places_for(len(rows), group.size()), group)
-        bounds.count(places.lost)
-        return places
-
     return Way(
         Places,
-        met,
+        lambda rows, counts: bounds.met_places(rows, counts, group),
         lambda rows, places: send_pushed(rows, places, group),
         lambda rows, places, _: give_back_pushed(rows, places, group),
     )

@@ -140,9 +140,14 @@ def rows_by_messages() -> None:
 
 
 @pytest.mark.wide("experts", quick=["lost rows"])
-@pytest.mark.parametrize("room", [4.0, 0.6], ids=["room", "lost rows"])
-def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_process(room: float) -> None:
-    settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": "symmetric", "parallel.ep.room": room}
+@pytest.mark.parametrize(
+    ("room", "parts"), [(4.0, {}), (0.6, {}), (0.6, OVERLAPPED_PARTS)], ids=["room", "lost rows", "lost rows of parts"]
+)
+def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_process(
+    room: float, parts: dict[str, Any]
+) -> None:
+    symmetric = {"parallel.ep.dispatch": "symmetric", "parallel.ep.room": room, **parts}
+    settings = {**EXPERTS, "parallel.layout": "ep2", **symmetric}
     found = run_workers(2, train_steps, settings, rows_by_messages)
     assert difference(found, run_workers(1, train_steps, EXPERTS)[0]) == ""
 

@@ -43,16 +43,15 @@ def give_back_pushed(rows: Tensor, places: Places, group: ops.Group) -> Tensor:
 def depart_pushed(rows: Tensor, places: Places, group: ops.Group) -> tuple[Tensor, Tensor]:
     """Start `send_pushed` -> (the rows, for `arrive_pushed`; the rows that arrive, undefined until then)."""
     assert group is not None
-    leaving: Tensor = _Leaving.apply(rows, group.group_name)  # type: ignore[no-untyped-call]
+    leaving: Tensor = _Leaving.apply(rows, places.rank, group.group_name)  # type: ignore[no-untyped-call]
     num_places = places.back_rank.shape[0]
-    to = places.rank, places.place
-    return leaving, start_push(leaving.detach(), *to, None, num_places, group.group_name, False)
+    return leaving, start_push(leaving.detach(), places.rank, places.place, num_places, group.group_name, False)
 
 
 def arrive_pushed(leaving: Tensor, arriving: Tensor, places: Places, group: ops.Group) -> Tensor:
     """Await the rows of `depart_pushed`."""
     assert group is not None
-    back = places.back_rank, places.back_place, places.rank, group.group_name
+    back = places.back_rank, places.back_place, None, group.group_name
     arrived: Tensor = _Awaited.apply(leaving, arriving, *back)  # type: ignore[no-untyped-call]
     return arrived
 
@@ -60,16 +59,15 @@ def arrive_pushed(leaving: Tensor, arriving: Tensor, places: Places, group: ops.
 def depart_back_pushed(rows: Tensor, places: Places, group: ops.Group) -> tuple[Tensor, Tensor]:
     """Start `give_back_pushed` -> (the rows, for `arrive_back_pushed`; the rows that return, undefined until then)."""
     assert group is not None
-    leaving: Tensor = _Leaving.apply(rows, group.group_name)  # type: ignore[no-untyped-call]
-    num_rows = places.rank.shape[0]
-    back = places.back_rank, places.back_place
-    return leaving, start_push(leaving.detach(), *back, places.rank, num_rows, group.group_name, False)
+    leaving: Tensor = _Leaving.apply(rows, None, group.group_name)  # type: ignore[no-untyped-call]
+    back, num_rows = (places.back_rank, places.back_place), places.rank.shape[0]
+    return leaving, start_push(leaving.detach(), *back, num_rows, group.group_name, False)
 
 
 def arrive_back_pushed(leaving: Tensor, returning: Tensor, places: Places, group: ops.Group) -> Tensor:
     """Await the rows of `depart_back_pushed`."""
     assert group is not None
-    to = places.rank, places.place, None, group.group_name
+    to = places.rank, places.place, places.rank, group.group_name
     arrived: Tensor = _Awaited.apply(leaving, returning, *to)  # type: ignore[no-untyped-call]
     return arrived
 
@@ -105,32 +103,35 @@ class _GiveBack(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
+    """Backward awaits the gradients, with 0 where `written` says that no rank writes one."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: str) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, written: Tensor | None, group: str) -> Tensor:
+        ctx.save_for_backward(written)
         ctx.group = group
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        await_push(grad, None, ctx.group)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (written,) = ctx.saved_tensors
+        return await_push(grad, None, written, ctx.group), None, None
 
 
 class _Awaited(torch.autograd.Function):
-    """The gradient of `leaving` is undefined until `_Leaving`, which alone reads it, has awaited it."""
+    """The gradient of `leaving` is a ticket; `_Leaving`, which alone reads it, awaits the rows that it stands for."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, leaving: Tensor, arriving: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, group: str
+        ctx: Any, leaving: Tensor, ticket: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, group: str
     ):
-        ctx.save_for_backward(rank, place, written)
+        ctx.save_for_backward(rank, place)
         ctx.num_rows, ctx.group = leaving.shape[0], group
-        await_push(arriving, leaving, group)
-        return arriving
+        return await_push(ticket, leaving, written, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return start_push(grad, *ctx.saved_tensors, ctx.num_rows, ctx.group, True), *[None] * 5
+        rank, place = ctx.saved_tensors
+        return start_push(grad, rank, place, ctx.num_rows, ctx.group, True), *[None] * 5
 
 
 # A compiler may give the memory of an argument to another tensor as soon as an operator has returned. So the rows that
@@ -138,25 +139,29 @@ class _Awaited(torch.autograd.Function):
 
 
 @operator("mplug_ep::start_push")
-def start_push(
-    rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, num_places: int, group: str, copied: bool
-) -> Tensor:
-    """Start `push_rows`, of a copy of rows if `copied`; the result is undefined until `await_push`."""
+def start_push(rows: Tensor, rank: Tensor, place: Tensor, num_places: int, group: str, copied: bool) -> Tensor:
+    """Start `push_rows`, of a copy if `copied` -> a ticket [num_places, D] without content, for `await_push`."""
     rows = rows.clone(memory_format=torch.contiguous_format) if copied else rows.contiguous()
-    return MAILBOXES[group].start(rows, rank, place, written, num_places)
+    return MAILBOXES[group].start(rows, rank, place, num_places)
 
 
 @fake("mplug_ep::start_push")
-def _(
-    rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, num_places: int, group: str, copied: bool
-) -> Tensor:
+def _(rows: Tensor, rank: Tensor, place: Tensor, num_places: int, group: str, copied: bool) -> Tensor:
     return rows.new_empty(num_places, rows.shape[1])
 
 
-@operator("mplug_ep::await_push", mutates_args=("arriving",))
-def await_push(arriving: Tensor, leaving: Tensor | None, group: str) -> None:
-    """Await what `start_push` has returned. `leaving` are the rows that it pushes, unless it has copied them."""
-    MAILBOXES[group].wait(arriving)
+@operator("mplug_ep::await_push")
+def await_push(ticket: Tensor, leaving: Tensor | None, written: Tensor | None, group: str) -> Tensor:
+    """Await the rows [num_places, D] that a ticket of `start_push` stands for; `written` as for `push_rows`.
+
+    `leaving` are the rows that this rank pushes, unless `start_push` has copied them.
+    """
+    return MAILBOXES[group].wait(ticket, written)
+
+
+@fake("mplug_ep::await_push")
+def _(ticket: Tensor, leaving: Tensor | None, written: Tensor | None, group: str) -> Tensor:
+    return torch.empty_like(ticket)
 
 
 @operator("mplug_ep::push_rows")
@@ -166,8 +171,7 @@ def push_rows(rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None,
     `written` [num_places]: not NOWHERE where a rank has written; other rows are 0. None: other rows are arbitrary.
     """
     mailbox = MAILBOXES[group]
-    arrived = mailbox.exchange(rows.contiguous(), rank, place, num_places)
-    return arrived.clone() if written is None else mailbox.take(arrived, written)
+    return mailbox.take(mailbox.exchange(rows.contiguous(), rank, place, num_places), written)
 
 
 @fake("mplug_ep::push_rows")

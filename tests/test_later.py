@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layout_words import layouts
-from tiny_models import DECODER
+from tiny_models import DECODER, EXPERTS
 from torch import Tensor
 
 from mplug.gradients.sinks import GradientSink
@@ -88,7 +88,7 @@ ONE_PASS: dict[str, Settings] = {
         "model.qk_norm": False,
         "trainer.seq_length": 4,
     },
-    "a product that multiplies part by part": {"model.name": "mixtral", "model.num_experts": 4},
+    "a product that multiplies part by part": EXPERTS,
 }
 
 

@@ -51,7 +51,7 @@ def depart_pushed(rows: Tensor, places: Places, group: ops.Group) -> tuple[Tenso
 def arrive_pushed(leaving: Tensor, arriving: Tensor, places: Places, group: ops.Group) -> Tensor:
     """Await the rows of `depart_pushed`."""
     assert group is not None
-    back = places.back_rank, places.back_place, None, group.group_name
+    back = places.back_rank, places.back_place, False, group.group_name
     arrived: Tensor = _Awaited.apply(leaving, arriving, *back)  # type: ignore[no-untyped-call]
     return arrived
 
@@ -67,7 +67,7 @@ def depart_back_pushed(rows: Tensor, places: Places, group: ops.Group) -> tuple[
 def arrive_back_pushed(leaving: Tensor, returning: Tensor, places: Places, group: ops.Group) -> Tensor:
     """Await the rows of `depart_back_pushed`."""
     assert group is not None
-    to = places.rank, places.place, places.rank, group.group_name
+    to = places.rank, places.place, True, group.group_name
     arrived: Tensor = _Awaited.apply(leaving, returning, *to)  # type: ignore[no-untyped-call]
     return arrived
 
@@ -120,13 +120,13 @@ class _Leaving(torch.autograd.Function):
 class _Awaited(torch.autograd.Function):
     """The gradient of `leaving` is a ticket; `_Leaving`, which alone reads it, awaits the rows that it stands for."""
 
+    # `rank` and `place` are those of the gradients. With `zeros`, rows that no rank writes are 0: those of which the
+    # gradient goes nowhere. torch 2.11 compiles no call with the same tensor twice.
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, leaving: Tensor, ticket: Tensor, rank: Tensor, place: Tensor, written: Tensor | None, group: str
-    ):
+    def forward(ctx: Any, leaving: Tensor, ticket: Tensor, rank: Tensor, place: Tensor, zeros: bool, group: str):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(rank, place)
         ctx.num_rows, ctx.group = leaving.shape[0], group
-        return await_push(ticket, leaving, written, group)
+        return await_push(ticket, leaving, rank if zeros else None, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

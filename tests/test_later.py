@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from layout_words import layouts
-from tiny_models import DECODER
+from tiny_models import DECODER, EXPERTS
 from torch import Tensor
 
 from mplug.gradients.sinks import GradientSink
+from mplug_nn import MixtureOfExperts
 from mplug_products.delayed import Taps, bits_of
 from mplug_schedules.weight_gradients import Postponed, WeightGradients
 from mplug_testing import run_workers
@@ -87,7 +88,13 @@ ONE_PASS: dict[str, Settings] = {
         "model.qk_norm": False,
         "trainer.seq_length": 4,
     },
+    "a product that multiplies part by part": EXPERTS,
 }
+
+
+def halves(*tokens: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+    """The content of `MixtureOfExperts.parts`: tokens in two parts."""
+    return tuple(zip(*(one.tensor_split(2) for one in tokens), strict=True))
 
 
 @pytest.mark.parametrize("case", ONE_PASS)
@@ -99,6 +106,9 @@ def test_a_postponed_pass_has_the_gradients_of_a_pass(case: str) -> None:
     model, sinks, later = parts.model, parts.model.sinks, WeightGradients(parts.model)
     batch = next(iter(parts.train_loader.take(2)))
     entries = {**batch, "keys": torch.arange(2)}
+    mixtures = [module for module in model.module.modules() if isinstance(module, MixtureOfExperts)]
+    for mixture in mixtures:
+        mixture.parts = halves
 
     def gradients(postponed: bool) -> dict[str, Tensor]:
         sinks.begin_step()
@@ -108,6 +118,7 @@ def test_a_postponed_pass_has_the_gradients_of_a_pass(case: str) -> None:
         with nullcontext() if rest is None else rest.backward():
             loss.backward()
         if rest is not None:
+            assert sum("experts" in name and sink.stale for name, sink in sinks.items()) == 2 * len(mixtures)
             rest.compute()
         sinks.finish()
         return {name: sink.buffer.clone() for name, sink in sinks.items()}

@@ -19,7 +19,7 @@ from mplug_nn.gemm import NOTHING
 from mplug_nn.grouped import PLAIN_GROUPED, GroupedProduct, apply_grouped, grouped_linear, waits_for_device
 from mplug_nn.linear import ADAPTERS
 from mplug_nn.mlp import Activation, Kind
-from mplug_products.delayed import Later, Operands
+from mplug_products.delayed import Later, Operands, part_of
 from mplug_products.slot_buffers import held
 from mplug_products.weight_product import ProductModule
 
@@ -63,7 +63,17 @@ def arrive(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
     """What `dispatch` returned -> (the rows [M, D] to compute with, route): the default of the slot `Experts.arrive`.
 
     Rows may still travel when `dispatch` returns: then they and their gradient are undefined, and only this slot reads
-    them. `Experts` calls it before it multiplies rows; in between, `MixtureOfExperts` computes its shared MLP.
+    them. `Experts` calls it before it multiplies rows; in between, `MixtureOfExperts` computes its shared MLP and other
+    parts of its tokens.
+    """
+    return rows, route
+
+
+def leave(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
+    """What the experts computed -> (the rows [M, D] for `combine`, route): the default of the slot `Experts.leave`.
+
+    Rows may still travel back when it returns: then they and their gradient are undefined, and only `combine` reads
+    them. In between, `MixtureOfExperts` computes other parts of its tokens.
     """
     return rows, route
 
@@ -143,6 +153,7 @@ COMPUTE = Slot(
     multiplies=True,
 )
 ARRIVE = Slot("Experts.arrive", "dispatch", arrive)
+LEAVE = Slot("Experts.leave", "dispatch", leave)
 COMBINE = Slot("Experts.combine", "dispatch", combine)
 
 
@@ -178,7 +189,7 @@ class Experts(Activation, ProductModule):
     takes the place of y.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (*Activation.SLOTS, DISPATCH, ARRIVE, COMPUTE, PRODUCT, COMBINE)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (*Activation.SLOTS, DISPATCH, ARRIVE, COMPUTE, PRODUCT, LEAVE, COMBINE)
     CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()
@@ -200,7 +211,8 @@ class Experts(Activation, ProductModule):
         self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
         self.register_module("up_adapter", None)
         self.register_module("down_adapter", None)
-        self.dispatch, self.arrive, self.compute, self.combine = dispatch, arrive, compute, combine
+        self.dispatch, self.arrive, self.compute, self.leave = dispatch, arrive, compute, leave
+        self.combine = combine
         self.product: GroupedProduct = PLAIN_GROUPED
 
     def plan_entries(self, inits: Inits) -> Entries:
@@ -233,29 +245,38 @@ class Experts(Activation, ProductModule):
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
-        return self.finish(gates, *self.begin(x, chosen, gates))
+        return self.finish(gates, *self.work(*self.begin(x, chosen, gates)))
 
     def begin(self, x: Tensor, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Route]:
-        """The first part of `forward`: let rows travel to their experts."""
+        """The first step of `forward`: let rows travel to their experts."""
         return self.dispatch(x, chosen, gates, self.num_experts)
 
-    def finish(self, gates: Tensor, rows: Tensor, counts: Tensor, route: Route) -> Tensor:
-        """The second part of `forward`, with the results of `begin`; what is between them overlaps with the travel."""
+    def work(self, rows: Tensor, counts: Tensor, route: Route, part: int = 0, parts: int = 1) -> tuple[Tensor, Route]:
+        """The second step, with the results of `begin`: apply to each row its expert, and let the rows travel back.
+
+        What a caller computes between two steps overlaps with the travel. A caller with several parts of tokens states
+        which one the rows are of.
+        """
         rows, route = self.arrive(rows, route)
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
-            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self.buffers_of("up"))
+            up_later, down_later = part_of(self.up_later, part, parts), part_of(self.down_later, part, parts)
+            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, up_later, self.buffers_of("up"))
             hidden = adapted(self.up_adapter, rows, hidden, counts)
             if self.up_bias is not None:
                 hidden = add_of_group(hidden, counts, self.up_bias)
             hidden = self.activate(hidden)
-            of_down = self.down_casts, self.down_later, self.buffers_of("down")
+            of_down = self.down_casts, down_later, self.buffers_of("down")
             y = apply_grouped(self.product, hidden, counts, down, *of_down)
             rows = adapted(self.down_adapter, hidden, y, counts)
         else:
             biases: tuple[Any, ...] = () if self.up_bias is None else (self.up_bias,)
             adapters: dict[str, Any] = {"adapters": (self.up_adapter, self.down_adapter)} if self.is_adapted else {}
             rows = self.compute(rows, counts, up, down, self.kind, self.activation, *biases, **adapters)
+        return self.leave(rows, route)
+
+    def finish(self, gates: Tensor, rows: Tensor, route: Route) -> Tensor:
+        """The last step, with the results of `work`: the weighted sum of each token's rows."""
         return self.combine(rows, gates, route)
 
     def compute_later(self, weight: str, operands: Operands) -> None:

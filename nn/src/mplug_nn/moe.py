@@ -18,6 +18,23 @@ from mplug_nn.router import OVER_SEQUENCES, Router, over_sequences
 
 LATENT = "expert_latent"
 """The axis of latent vectors; no strategy divides it."""
+Part = tuple[Tensor, ...]
+
+
+def parts(*tokens: Tensor) -> tuple[Part, ...]:
+    """The parts in which experts compute a micro batch: the default of the slot `MixtureOfExperts.parts`, one part.
+
+    tokens: tensors [N, ...] of the same tokens -> parts of them, in order: tuples of tensors [n, ...], where the n add
+    up to N. The rows of all parts depart first; then experts compute part after part. So the rows of one part travel
+    while another part is computed. All ranks that exchange rows must have the same number of parts.
+
+    The router sees the whole micro batch, so losses, statistics and capacity do not depend on parts. A weight's
+    gradient is the sum of those of the parts.
+    """
+    return (tokens,)
+
+
+PARTS = Slot("MixtureOfExperts.parts", "dispatch", parts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -29,7 +46,7 @@ class MixtureOfExperts(nn.Module):
     travels to its experts, and `latent_up` projects their weighted sum. Router and shared MLP see the whole token.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (OVER_SEQUENCES,)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (OVER_SEQUENCES, PARTS)
 
     def __init__(
         self,
@@ -48,6 +65,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.capacity_factor, self.dropping = capacity_factor, dropping
         self.over_sequences: Callable[..., Tensor] = over_sequences
+        self.parts: Callable[..., tuple[Part, ...]] = parts
         self.router = router
         width, axis = (dim, "embed") if latent_dim is None else (latent_dim, LATENT)
         self.latent_down = None if latent_dim is None else Linear(dim, latent_dim, bias=False)
@@ -100,9 +118,12 @@ class MixtureOfExperts(nn.Module):
             of_tokens.flatten(0, 1) for of_tokens in self._within_capacity(*self.router(x, positions, keys))
         )
         rows = x if self.latent_down is None else self.latent_down(x)
-        begun = self.experts.begin(rows.flatten(0, 1), chosen, gates)
+        divided = self.parts(rows.flatten(0, 1), chosen, gates)
+        begun = [self.experts.begin(*part) for part in divided]
         shared = None if self.shared is None else self._shared(x)  # while rows travel
-        y = self.experts.finish(gates, *begun)
+        worked = [self.experts.work(*part, number, len(begun)) for number, part in enumerate(begun)]
+        summed = [self.experts.finish(part[2], *own) for part, own in zip(divided, worked, strict=True)]
+        y = summed[0] if len(summed) == 1 else torch.cat(summed)
         y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(rows)
         y = y if self.latent_up is None else self.latent_up(y)
         return y if shared is None else y + shared

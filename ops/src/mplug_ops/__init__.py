@@ -1,7 +1,14 @@
 """Differentiable collectives that strategies share; each is stated once, with its dual."""
 
 from mplug.distributed.exchanges import Item, in_order
-from mplug_ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, pack_bounded, send_bounded
+from mplug_ops.bounded_rows import (
+    BoundedMeeting,
+    give_back_bounded,
+    meet_bounded,
+    pack_bounded,
+    send_bounded,
+    unpack_bounded,
+)
 from mplug_ops.collectives import (
     Group,
     all_gather,
@@ -20,7 +27,7 @@ from mplug_ops.collectives import (
 from mplug_ops.exchanges import CHECK, Exchange
 from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, refuse_healing, size_of
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
-from mplug_ops.started_rows import arrive, depart
+from mplug_ops.started_rows import arrive, arrive_back, depart, depart_back
 from mplug_ops.token_offers import TokenOffers
 from mplug_ops.waits import listening
 
@@ -39,9 +46,11 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "arrive",
+    "arrive_back",
     "bring_back",
     "copy",
     "depart",
+    "depart_back",
     "exchange",
     "gather",
     "give_back",
@@ -62,4 +71,5 @@ __all__ = [
     "send_bounded",
     "size_of",
     "split",
+    "unpack_bounded",
 ]

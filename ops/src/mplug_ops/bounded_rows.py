@@ -76,8 +76,12 @@ def pack_bounded(rows: Tensor, meeting: BoundedMeeting) -> Tensor:
 def give_back_bounded(rows: Tensor, meeting: BoundedMeeting, group: Group) -> Tensor:
     """rows [R C, D] in the order of `send_bounded` -> this rank's own rows [N, D], ordered by bin; 0 for lost ones."""
     one = meeting
-    arrived = exchange(_picked(rows, one.inverse, None, one.order, None), group, 0, 0)
-    return _picked(arrived, one.place, one.sent, one.leaving, one.filled)
+    return unpack_bounded(exchange(_picked(rows, one.inverse, None, one.order, None), group, 0, 0), one)
+
+
+def unpack_bounded(arrived: Tensor, meeting: BoundedMeeting) -> Tensor:
+    """The buffer [R C, D] that returns -> this rank's own rows [N, D], ordered by bin; 0 for lost ones."""
+    return _picked(arrived, meeting.place, meeting.sent, meeting.leaving, meeting.filled)
 
 
 def _picked(x: Tensor, index: Tensor, known: Tensor | None, back: Tensor, used: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ compiler reuses the memory of the arguments of an operator.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,21 @@ class Later(NamedTuple):
     `taps` are tensors that have the shapes and dtypes of `bits_of` the operands. The operands become their gradients.
     To find these shapes, a pass of tensors without memory has no taps: `declare` receives what each product declares
     (`WeightProduct.operands`). Such a pass has no backward.
+
+    A module that multiplies several times in a pass, by parts of its input, passes `part_of` to its products.
     """
 
     taps: Operands = ()
-    declare: Callable[[Operands], None] | None = None
+    declare: Callable[..., None] | None = None
+
+
+def part_of(later: Later | None, number: int, parts: int) -> Later | None:
+    """What the product of part `number` of `parts` receives: its share of the taps."""
+    if later is None or parts == 1:
+        return later
+    length = len(later.taps) // parts
+    declare = None if later.declare is None else partial(later.declare, parts=parts)
+    return Later(later.taps[number * length : (number + 1) * length], declare)
 
 
 def hand_out(operands: Operands, num_taps: int) -> Operands:

@@ -36,7 +36,7 @@ class Site(NamedTuple):
 class Postponed:
     """The weight gradients of one pass that are still to be computed."""
 
-    def __init__(self, taps: list[tuple[Site, Taps]]) -> None:
+    def __init__(self, taps: list[tuple[Site, list[Taps]]]) -> None:
         self._taps = taps
 
     def backward(self) -> AbstractContextManager[None]:
@@ -45,15 +45,16 @@ class Postponed:
         A module may compute in another way, with other saved tensors, if the gradient of its weight comes later
         (`Linear.is_bare`).
         """
-        return _later([(site, taps.later) for site, taps in self._taps])
+        return _later([(site, _joined(taps)) for site, taps in self._taps])
 
     @torch.no_grad()
     def compute(self) -> None:
         """Compute them, from the last product to the first, and free their operands."""
         while self._taps:
             site, taps = self._taps.pop()
-            if (operands := taps.take()) is not None:
-                site.module.compute_later(site.weight, operands)
+            for part in reversed(taps):
+                if (operands := part.take()) is not None:
+                    site.module.compute_later(site.weight, operands)
             site.sink.settle()
 
 
@@ -63,7 +64,8 @@ class WeightGradients:
     All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
     gradients in the pass itself. So do products whose number of rows depends on values (rows that a module receives
     from other ranks), because a tap has a fixed shape, and products of modules that a unit calls more than once,
-    because a tap carries the operands of one call.
+    because a tap carries the operands of one call. A module may divide its taps among the parts of one call
+    (`mplug_products.delayed.part_of`).
     """
 
     def __init__(self, model: Model, chunk: int | None = None) -> None:
@@ -75,7 +77,7 @@ class WeightGradients:
             for one in weights_at_rest(model, unit.name, "DELAYED")
             if one.parameter in model.sinks
         ]
-        self._operands: dict[tuple[Any, ...], list[Operands | None]] = {}
+        self._operands: dict[tuple[Any, ...], list[list[Operands]]] = {}
 
     @contextmanager
     def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
@@ -88,27 +90,27 @@ class WeightGradients:
         if key not in self._operands:
             self._operands[key] = self._of_pass(entries)
         taps = [
-            (site, Taps(like, getattr(site.module, site.weight).device))
-            for site, like in zip(self.sites, self._operands[key], strict=True)
-            if like is not None
+            (site, [Taps(like, getattr(site.module, site.weight).device) for like in parts])
+            for site, parts in zip(self.sites, self._operands[key], strict=True)
+            if parts
         ]
         for site, _ in taps:
             site.sink.postpone()
-        with _later([(site, one.later) for site, one in taps]):
+        with _later([(site, _joined(parts)) for site, parts in taps]):
             yield Postponed(taps)
 
-    def _of_pass(self, entries: Mapping[str, Tensor]) -> list[Operands | None]:
+    def _of_pass(self, entries: Mapping[str, Tensor]) -> list[list[Operands]]:
         """The operands that every site's product declares in a forward pass without memory, on the meta device.
 
-        None if the pass omits the site or multiplies there more than once, or if the shape of an operand depends on
-        values.
+        There is one entry for each part in which the site's module multiplies; none if the pass omits the site or calls
+        the module more than once, or if the shape of an operand depends on values.
         """
-        found: list[list[Operands | None]] = [[] for _ in self.sites]
+        found: list[list[tuple[Operands | None, int]]] = [[] for _ in self.sites]
 
-        def declares(number: int) -> Callable[[Operands], None]:
-            def declare(operands: Operands) -> None:
+        def declares(number: int) -> Callable[..., None]:
+            def declare(operands: Operands, parts: int = 1) -> None:
                 varies = any(isinstance(length, torch.SymInt) for one in operands for length in one.shape)
-                found[number].append(None if varies else tuple(map(without_memory, operands)))
+                found[number].append((None if varies else tuple(map(without_memory, operands)), parts))
 
             return declare
 
@@ -117,7 +119,17 @@ class WeightGradients:
         with _later(laters), _plain_units(self.model), fake as mode:
             given = {name: mode.from_tensor(x) if _is_tensor(x) else x for name, x in entries.items()}
             run_units(self.model.module, self.units, given)
-        return [calls[0] if len(calls) == 1 else None for calls in found]
+        return [_of_one_call(products) for products in found]
+
+
+def _of_one_call(products: list[tuple[Operands | None, int]]) -> list[Operands]:
+    """What the products of a site declare, each with the number of parts; nothing unless they are parts of one call."""
+    shapes = [operands for operands, parts in products if operands is not None and parts == len(products)]
+    return shapes if len(shapes) == len(products) else []
+
+
+def _joined(taps: list[Taps]) -> Later:
+    return Later(tuple(tap for part in taps for tap in part.later.taps))
 
 
 def _is_tensor(entry: object) -> bool:

@@ -34,6 +34,7 @@ from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
 BOUNDED = {"parallel.ep.dispatch": "bounded", "parallel.ep.room": 4.0}
+OVERLAPPED_PARTS = {"parallel.ep.overlap": True, "parallel.ep.parts": 2}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
 EVERYTHING = {
     "model.num_experts": 8,
@@ -65,11 +66,13 @@ class TestExpertParallel(ParallelSuite):
         "once-per-rank": {"parallel.ep.dispatch": "once_per_rank", "model.num_experts_per_token": 3},
         "everything": EVERYTHING,
         "overlapped": {**EVERYTHING, "parallel.ep.overlap": True},
+        "parts": {**EVERYTHING, **OVERLAPPED_PARTS, "parallel.ep.parts": 3},
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
     }
     without_effect = {
         "room": "a step that has lost rows is computed again, so no result depends on the room",
         "overlap": "it changes when rows travel, not what is computed",
+        "parts": "it changes the order in which gradients are summed, not what is computed",
     }
     refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
 
@@ -86,12 +89,26 @@ class TestExpertTensorParallel(ParallelSuite):
 # Several strategies.
 
 REPEATED = "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6"
+IN_PARTS = {
+    "zb-h1": "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
+    "zb-v": "pp2ep2 parallel.pp.schedule=zb-v model.num_layers=4",
+    "dualpipe-v": "pp2ep2 parallel.pp.schedule=dualpipe-v parallel.ep.dispatch=bounded model.num_layers=4",
+    "etp": "tp2ep2etp2 parallel.tp.sequence_parallel=false",
+    "capacity": "tp2ep4 model.capacity_factor=1.0 trainer.micro_batch_size=2",
+    "cp": "cp2ep2 model.moe_balance=micro_batch trainer.micro_batch_size=2 memory.recompute.mode=full",
+    "fsdp": "fsdp4ep2",
+}
+"""Layouts in which the parts of a micro batch overlap."""
 LAYOUTS = (
     REPEATED,
     "tp2ep4",
     "tp2pp2ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
     "tp2ep2etp2 parallel.tp.sequence_parallel=false",
     "dp4ep2 parallel.ep.dispatch=all_gather",
+    *(
+        pytest.param(f"{layout} parallel.ep.overlap=true parallel.ep.parts=2", id=f"parts {name}")
+        for name, layout in IN_PARTS.items()
+    ),
 )
 
 
@@ -123,9 +140,14 @@ def rows_by_messages() -> None:
 
 
 @pytest.mark.wide("experts", quick=["lost rows"])
-@pytest.mark.parametrize("room", [4.0, 0.6], ids=["room", "lost rows"])
-def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_process(room: float) -> None:
-    settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": "symmetric", "parallel.ep.room": room}
+@pytest.mark.parametrize(
+    ("room", "parts"), [(4.0, {}), (0.6, {}), (0.6, OVERLAPPED_PARTS)], ids=["room", "lost rows", "lost rows of parts"]
+)
+def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_process(
+    room: float, parts: dict[str, Any]
+) -> None:
+    symmetric = {"parallel.ep.dispatch": "symmetric", "parallel.ep.room": room, **parts}
+    settings = {**EXPERTS, "parallel.layout": "ep2", **symmetric}
     found = run_workers(2, train_steps, settings, rows_by_messages)
     assert difference(found, run_workers(1, train_steps, EXPERTS)[0]) == ""
 
@@ -293,6 +315,11 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("tp=2", "15 tokens of a sample", "trainer.seq_length", "sequence parallelism"),
     ),
     (
+        "tp2ep2 parallel.tp.sequence_parallel=false trainer.seq_length=4 parallel.ep.parts=3",
+        EXPERTS,
+        ("parallel.ep.parts=3 divides", "a rank computes 2 tokens of a sample; use at most 2 parts"),
+    ),
+    (
         "dp2ep4",
         EXPERTS,
         ("'dp2ep4'", "2 ranks in the view 'dense' and 4 ranks in the view 'sparse'", "4 ranks needs 2 times"),
@@ -351,6 +378,12 @@ def test_room_without_buffers_of_a_fixed_size_is_refused() -> None:
     with pytest.raises(UsageError, match="room=2 is for dispatch=bounded and symmetric, and dispatch is all_to_all"):
         tiny_config(settings)
     tiny_config({**settings, "parallel.ep.dispatch": "symmetric"})
+
+
+@pytest.mark.parametrize("dispatch", ["once_per_rank", "deepep", "all_gather"])
+def test_parts_that_cannot_travel_while_others_are_computed_are_refused(dispatch: str) -> None:
+    with pytest.raises(UsageError, match=f"parts is for .* bounded and symmetric, and dispatch is {dispatch}"):
+        tiny_config({**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": dispatch, "parallel.ep.parts": 2})
 
 
 def test_processes_that_the_views_do_not_divide_are_refused_with_the_numbers() -> None:

@@ -149,6 +149,7 @@ def test_only_exchanges_of_a_fixed_size_can_be_replayed() -> None:
     assert answer(dispatch="symmetric") is answer(dispatch="bounded") is True
     assert "wait for a number of rows (parallel.ep.dispatch=once_per_rank)" in str(answer(dispatch="once_per_rank"))
     assert "with parallel.ep.overlap=true" in str(answer(dispatch="bounded", overlap=True))
+    assert "with parallel.ep.parts=2" in str(answer(dispatch="bounded", parts=2))
     assert "with parallel.ep.dispatch=all_gather" in str(answer(dispatch="all_gather"))
 
 

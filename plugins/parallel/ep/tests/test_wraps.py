@@ -193,28 +193,41 @@ def test_ranks_may_have_different_numbers_of_tokens() -> None:
     require_routed([("ep4", "all_to_all"), ("ep4", "once_per_rank")], [Case(4, tokens)])
 
 
-# Overlap with the shared experts.
+# Overlap with the shared experts, and of the parts of a micro batch with each other.
+
+EVENTS = {
+    "start_rows": "send",
+    "await_rows": "await",
+    "grouped_product": "experts",
+    "mm": "shared",
+    "start_return": "return",
+    "start_copy": "send",
+    "wait_tensor": "await",
+    "start_push": "push",
+    "await_push": "await",
+}
+"""What the operators of a mixture do, by their names. The router multiplies by the operator of the shared experts."""
 
 
 class Recorded(TorchDispatchMode):
-    """The names of the operators that run, in order."""
+    """What operators do, in order; equal ones that follow each other count once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.events: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name().partition(".")[0].rpartition("::")[2])
+        event = EVENTS.get(func.name().partition(".")[0].rpartition("::")[2])
+        if event is not None and self.events[-1:] != [event]:
+            self.events.append(event)
         return func(*args, **(kwargs or {}))
 
-    def between(self, first: str, last: str) -> int:
-        """The number of plain products between two operators that run once."""
-        assert (self.names.count(first), self.names.count(last)) == (1, 1), self.names
-        return sum(name in ("mm", "addmm") for name in self.names[self.names.index(first) : self.names.index(last)])
+
+Found = tuple[list[Tensor], list[str], list[str]]
 
 
-def mixed(overlap: bool) -> tuple[list[Tensor], tuple[int, int]]:
-    """Be one rank: the output and gradients of a mixture, and the products while rows travel forward and backward."""
+def mixed(dispatch: str, overlap: bool, parts: int) -> Found:
+    """Be one rank: the output and gradients of a mixture, and what happens forward and backward."""
     rank, groups = dist.get_rank(), Groups(dist.get_rank())
     run = Run(None, None, Mesh.of((data(2), EP), 2), "cpu", rank, groups=groups)  # type: ignore[arg-type]
     moe = MixtureOfExperts(Router(D, Gating(4, 2)), D, 5, "relu2", shared_ffn_dim=4).double()
@@ -222,21 +235,43 @@ def mixed(overlap: bool) -> tuple[list[Tensor], tuple[int, int]]:
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
     own = slice(2 * rank, 2 * rank + 2)
     moe.experts.up, moe.experts.down = (nn.Parameter(one[own].detach()) for one in (moe.experts.up, moe.experts.down))
-    wrapped(moe.experts, wraps_of_ep(run, SimpleNamespace(placements={}), "all_to_all", overlap=overlap))
-    x = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).requires_grad_()
+    model: Any = SimpleNamespace(placements={}, module=moe)
+    mplug_ep.wraps.open_mailbox = by_messages
+    bounds = None if dispatch == "all_to_all" else Bounds(model, room=2.0)
+    if bounds is not None:
+        bounds.check(run)
+    for wrap in wraps_of_ep(run, model, dispatch, bounds, overlap, parts):
+        block, _, slot = wrap.slot.partition(".")
+        module = moe if block == "MixtureOfExperts" else moe.experts
+        setattr(module, slot, wrap.wrap(getattr(module, slot)))
+    x = torch.randn(2, 7, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).requires_grad_()
     with Recorded() as forward:
-        y = moe(x, torch.arange(6)[None], torch.arange(2))
+        y = moe(x, torch.arange(7)[None], torch.arange(2))
     with Recorded() as backward:
         y.square().sum().backward()
-    found = [y.detach(), x.grad, *(one.grad for one in moe.parameters())]
-    if not overlap:
-        return found, (0, 0)
-    return found, (forward.between("start_rows", "await_rows"), backward.between("start_return", "wait_tensor"))
+    return [y.detach(), x.grad, *(one.grad for one in moe.parameters())], forward.events, backward.events
 
 
-def test_shared_experts_are_computed_while_rows_travel_with_the_same_bits() -> None:
-    alone, overlapped = (run_workers(2, mixed, overlap) for overlap in (False, True))
-    for (right, _), (found, (forward, backward)) in zip(alone, overlapped, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
-        assert forward >= 2, "both products of the shared experts"
-        assert backward >= 3, "their gradients: that of the input of the first one has to wait for nothing either"
+def all_mixed(calls: list[tuple[str, bool, int]]) -> list[Found]:
+    return [mixed(*call) for call in calls]
+
+
+def test_the_parts_of_a_micro_batch_travel_while_others_are_computed_with_the_same_bits() -> None:
+    ways = ("all_to_all", "bounded", "symmetric")
+    calls = [(dispatch, overlap, parts) for dispatch in ways for parts in (1, 2, 3) for overlap in (False, True)]
+    for rank in run_workers(2, all_mixed, calls):
+        found = dict(zip(calls, rank, strict=True))
+        for dispatch, _, parts in calls:
+            one, whole = found[dispatch, True, parts][0], found["all_to_all", False, 1][0]
+            assert all(map(torch.equal, one, found[dispatch, False, parts][0])), (dispatch, parts)
+            for tensor, expected in zip(one, whole, strict=True):
+                torch.testing.assert_close(tensor, expected, rtol=1e-13, atol=1e-13)
+        for dispatch in ways:
+            send, back = ("push", "push") if dispatch == "symmetric" else ("send", "return")
+            _, forward, backward = found[dispatch, True, 1]
+            assert forward == ["shared", send, "shared", "await", "experts", back, "await"], "the router is first"
+            assert backward == [send, "await", "experts", back, "shared", "await", "shared"]
+            _, forward, backward = found[dispatch, True, 2]
+            each = ["await", "experts", back]
+            assert forward == ["shared", send, "shared", *each, *each, "await"]
+            assert backward == [send, *each, *each, "shared", "await", "shared"]

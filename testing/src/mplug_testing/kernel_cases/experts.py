@@ -47,13 +47,17 @@ def _route(
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         def call() -> dict[str, Tensor]:
             rows, counts, route = suppliers["Experts.dispatch"](x["x"], x["chosen"], x["gates"], e, *bound)
-            rows, route = suppliers["Experts.arrive"](rows, route)
+            rows, route = suppliers["Experts.leave"](*suppliers["Experts.arrive"](rows, route))
             return {"tokens put together": suppliers["Experts.combine"](rows, x["gates"], route), "counts": counts}
 
         return call
 
     return Case(
-        ("Experts.dispatch", "Experts.arrive", "Experts.combine"), name, Experts(16, 24, e, "gelu"), inputs, bind
+        ("Experts.dispatch", "Experts.arrive", "Experts.leave", "Experts.combine"),
+        name,
+        Experts(16, 24, e, "gelu"),
+        inputs,
+        bind,
     )
 
 

@@ -6,7 +6,7 @@ the dense view, so neither degree multiplies the world size.
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from mplug import MAY_CHANGE, Axis, hookimpl
 
@@ -49,15 +49,26 @@ class ExpertParallel:
             "rows that it may receive from all ranks",
         )
         overlap: Annotated[bool, MAY_CHANGE] = Field(
-            False, description="all_to_all, bounded: compute the shared experts while tokens travel to the others"
+            False,
+            description="all_to_all, bounded, symmetric: compute the shared experts, and other parts of the micro "
+            "batch, while tokens travel",
+        )
+        parts: Annotated[PositiveInt, MAY_CHANGE] = Field(
+            1,
+            description="all_to_all, bounded, symmetric: the parts in which experts compute the tokens of a micro "
+            "batch; with overlap, the tokens of one part travel while another part is computed",
         )
 
         @model_validator(mode="after")
         def _can_overlap(self) -> Self:
-            if self.overlap and self.dispatch not in ("all_to_all", "bounded"):
-                raise ValueError(
-                    f"overlap is for dispatch=all_to_all and bounded, and dispatch is {self.dispatch}; choose one"
-                )
+            if self.dispatch in ("all_to_all", *BOUNDED):
+                return self
+            for field in ("overlap", "parts"):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    raise ValueError(
+                        f"{field} is for dispatch=all_to_all, bounded and symmetric, and dispatch is {self.dispatch}; "
+                        f"choose one"
+                    )
             return self
 
         @model_validator(mode="after")
@@ -81,9 +92,10 @@ class ExpertParallel:
     @hookimpl
     def shard_model(self, run: "Run", model: "Model") -> None:
         """Refuse what does not fit (`fit.py`); the plan's rules suffice for the placements."""
-        from mplug_ep.fit import refuse_what_does_not_fit
+        from mplug_ep.fit import refuse_parts_without_tokens, refuse_what_does_not_fit
 
         refuse_what_does_not_fit(run, model, "ep")
+        refuse_parts_without_tokens(run, self.config.parts)
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Wrap]":
@@ -92,15 +104,16 @@ class ExpertParallel:
         from mplug_ep.wraps import wraps_of_ep
 
         self.bounds = Bounds(model, self.config.room) if self.config.dispatch in BOUNDED else None
-        return wraps_of_ep(run, model, self.config.dispatch, self.bounds, self.config.overlap)
+        return wraps_of_ep(run, model, self.config.dispatch, self.bounds, self.config.overlap, self.config.parts)
 
     @hookimpl
     def captures(self) -> bool | str:
         """True for memory of a fixed size: no shape depends on a value, and the step check is between two graphs."""
-        if self.config.dispatch in BOUNDED and not self.config.overlap:
+        overlaps, parts = self.config.overlap, self.config.parts
+        if self.config.dispatch in BOUNDED and not overlaps and parts == 1:
             return True
-        if self.config.overlap or self.config.dispatch == "all_gather":
-            where = "overlap=true" if self.config.overlap else "dispatch=all_gather"
+        if overlaps or parts > 1 or self.config.dispatch == "all_gather":
+            where = "overlap=true" if overlaps else f"parts={parts}" if parts > 1 else "dispatch=all_gather"
             return f"has not been tested in a CUDA graph with parallel.ep.{where}; use dispatch=symmetric or bounded"
         return (
             f"makes the CPU wait for a number of rows (parallel.ep.dispatch={self.config.dispatch}); use "

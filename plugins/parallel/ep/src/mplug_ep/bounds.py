@@ -6,8 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import mplug_ops as ops
 from mplug import Model, Run
 from mplug_ep.mailbox import MAILBOXES
+from mplug_ep.places import Places, meet
 from mplug_nn import count
 
 
@@ -39,6 +41,20 @@ class Bounds:
         """Add the lost rows of an exchange."""
         assert self.lost is not None
         count(self.lost, lost)
+
+    def met(self, rows: Tensor, counts: Tensor, group: ops.Group) -> ops.BoundedMeeting:
+        """The meeting for rows [N, D] in buffers of a fixed size; rows without room are counted."""
+        assert group is not None
+        places = ops.meet_bounded(counts, len(rows), self.room_for(len(rows), group.size()), group)
+        self.count(places.lost)
+        return places
+
+    def met_places(self, rows: Tensor, counts: Tensor, group: ops.Group) -> Places:
+        """The places for rows [N, D] in the memory of other GPUs; rows without a place are counted."""
+        assert group is not None
+        places = meet(counts, len(rows), self.places_for(len(rows), group.size()), group)
+        self.count(places.lost)
+        return places
 
     def check(self, run: Run) -> Callable[[], bool]:
         """The function that the host calls after the passes of a step; from now on, these use bounded buffers.

@@ -10,7 +10,7 @@ N tokens of a rank, D embed, k experts per token, E experts, R ranks, e = E / R 
 The supplier inside sorts the rows of the tokens that have arrived, and weighs them by the gates that have arrived.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -114,4 +114,15 @@ def by_token(way: TokenWay, size: int = 1, index: int = 0) -> Wraps:
 
         return combine
 
-    return {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
+    return {
+        "dispatch": around_dispatch,
+        "arrive": around_arrive,
+        "leave": around_arrive,
+        "combine": around_combine,
+    }
+
+
+def without(route: Sequence[Tensor], kind: type[Any]) -> tuple[Route, Any]:
+    """The route of the supplier inside, and the named tuple of tensors of the class `kind` behind it."""
+    at = len(route) - len(kind._fields)
+    return tuple(route[:at]), kind(*route[at:])

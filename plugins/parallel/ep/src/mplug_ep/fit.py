@@ -40,3 +40,17 @@ def _refuse_uneven_tokens(mesh: Mesh, seq_length: int) -> None:
             f"experts, but {degrees} does not divide {length}; change trainer.seq_length or the layout, or use "
             f"sequence parallelism, which splits the tokens already"
         )
+
+
+def refuse_parts_without_tokens(run: Run, parts: int) -> None:
+    """Raise UsageError if a part of a micro batch (`parallel.ep.parts`) would have no token on a rank."""
+    if run.mesh.axes["ep"].size == 1:
+        return
+    dividing = prod(axis.size for axis in run.mesh.views["dense"] if axis.divides("sequence"))
+    copies = prod(run.mesh.axes[name].size for name in copying_axes(run.mesh))
+    length = run.config.trainer.seq_length // dividing // copies
+    if parts > length:
+        raise UsageError(
+            f"parallel.ep.parts={parts} divides the tokens of a micro batch, and a rank computes {length} tokens of a "
+            f"sample; use at most {length} parts"
+        )

@@ -13,17 +13,21 @@ BYTES_OF_WARP = 32 * 16
 
 
 class Mailbox:
-    """Memory of the ranks of a group into which all of them write rows: two in turn.
+    """Memory of the ranks of a group into which all of them write rows: two for each part of a micro batch, in turn.
 
-    A rank writes into one of the two after a barrier that the others reach only when they have read what it had before.
+    A rank writes into one of them after a barrier that the others reach only when they have read what it had before.
+    With `start` and `wait`, at most two exchanges of each other part start between those of a part, so there are enough
+    of them. All exchanges of a step must be on one stream: the current one, or that of `start`.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._memories = (ops.PeerMemory(group), ops.PeerMemory(group))
+    def __init__(self, group: dist.ProcessGroup, parts: int = 1) -> None:
+        self._memories = tuple(ops.PeerMemory(group) for _ in range(2 * parts))
         self._group, self._next = group, 0
+        self._stream: torch.cuda.Stream | None = None
+        self._started: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
     def restart(self) -> None:
-        """Begin with the first of the two memories again. All ranks must have read what the last exchange brought."""
+        """Begin with the first of the memories again. All ranks must have read what the last exchange brought."""
         self._next = 0
 
     def exchange(self, rows: Tensor, rank: Tensor, place: Tensor, num_places: int) -> Tensor:
@@ -31,16 +35,40 @@ class Mailbox:
 
         Places that no rank writes have what they had. The result is valid until the next exchange but one.
         """
-        memory, self._next = self._memories[self._next], 1 - self._next
+        memory, self._next = self._memories[self._next], (self._next + 1) % len(self._memories)
         shape = (num_places, rows.shape[1])
         memory.reserve(ops.size_of((max(num_places, len(rows)), rows.shape[1]), rows.dtype))
         push(rows, rank, place, memory.addresses())
         memory.barrier()
         return memory.tensor(self._group.rank(), shape, rows.dtype, 0)
 
-    def take(self, arrived: Tensor, written: Tensor) -> Tensor:
-        """A copy of what `exchange` has returned, with 0 in the rows that no rank has written (see the function)."""
-        return take(arrived, written)
+    def take(self, arrived: Tensor, written: Tensor | None) -> Tensor:
+        """A copy of what `exchange` has returned, with 0 in the rows that no rank has written (see the function).
+
+        `written` None: these rows are arbitrary.
+        """
+        return arrived.clone() if written is None else take(arrived, written)
+
+    def start(self, rows: Tensor, rank: Tensor, place: Tensor, num_places: int) -> Tensor:
+        """Start `exchange` on a stream of its own -> a tensor [num_places, D] without content, for `wait`.
+
+        The rows must not change before.
+        """
+        current, self._stream = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
+        rank, place, ticket = rank.clone(), place.clone(), rows.new_empty(num_places, rows.shape[1])
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            arrived = self.exchange(rows, rank, place, num_places)
+        for one in (rows, rank, place):
+            one.record_stream(self._stream)
+        self._started[ticket.data_ptr()] = arrived, self._stream.record_event()
+        return ticket
+
+    def wait(self, ticket: Tensor, written: Tensor | None) -> Tensor:
+        """Have the current stream wait for an exchange that `start` has begun -> the result of `take`."""
+        arrived, event = self._started.pop(ticket.data_ptr())
+        torch.cuda.current_stream().wait_event(event)
+        return self.take(arrived, written)
 
 
 def push(rows: Tensor, rank: Tensor, place: Tensor, addresses: Tensor) -> None:
@@ -75,10 +103,10 @@ MAILBOXES: dict[str, Mailbox] = {}
 """Names of groups -> the memory of the group."""
 
 
-def open_mailbox(run: Run, group: ops.Group) -> None:
+def open_mailbox(run: Run, group: ops.Group, parts: int = 1) -> None:
     """Make a mailbox for the ranks of a group, or raise UsageError if the GPUs cannot access each other's memory.
 
-    Collective. It reserves no memory.
+    The rows of `parts` parts of a micro batch may travel at once. Collective. It reserves no memory.
     """
     if not run.device.startswith("cuda"):
         raise UsageError(f"{SETTING} writes rows into the memory of other GPUs, and this run is on the CPU; {REMEDY}")
@@ -93,4 +121,4 @@ def open_mailbox(run: Run, group: ops.Group) -> None:
             f"{SETTING} needs GPUs of one machine that may access each other's memory, and those of the ranks {ranks}, "
             f"which share experts, may not; {REMEDY}"
         )
-    MAILBOXES[group.group_name] = Mailbox(group)
+    MAILBOXES[group.group_name] = Mailbox(group, parts)

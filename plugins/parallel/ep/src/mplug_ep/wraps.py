@@ -14,8 +14,8 @@ ep, once_per_rank  before: send each token once to every rank    after: return a
 ep, deepep         the same by DeepEP                            the same
 ep, all_to_all     after: send rows to their experts' ranks,     before: give rows back to the ranks they came from,
                    [N k, D] -> [M, D]                            [M, D] -> [N k, D]
-ep, overlap        after: let the rows depart                    the same
-                   around arrive, before: await them
+ep, overlap        after: let the rows depart                    before: await the rows
+                   around arrive, before: await them             around leave, after: let them depart
 ep, bounded        the same into buffers of a fixed size M; if   the same
                    rows have no room, all_to_all in the
                    repeated step
@@ -28,22 +28,34 @@ sorts the tokens of one rank by expert once. Experts are numbered in rank order,
 expert).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import mplug_ops as ops
 from mplug import Model, Run, Site, Wrap
 from mplug_ep.bounds import Bounds
-from mplug_ep.by_token import Arrive, Combine, Dispatch, Dispatched, Gathered, Route, TokenWay, Wraps, by_token
+from mplug_ep.by_token import (
+    Arrive,
+    Combine,
+    Dispatch,
+    Dispatched,
+    Gathered,
+    Route,
+    TokenWay,
+    Wraps,
+    by_token,
+    without,
+)
 from mplug_ep.deepep import DeepEP, open_buffer
+from mplug_ep.departing import departing, exactly, in_buffers, in_parts, pushed
 from mplug_ep.fit import copying_axes
 from mplug_ep.mailbox import open_mailbox
 from mplug_ep.once_per_rank import OncePerRank
-from mplug_ep.places import Places, meet
+from mplug_ep.places import Places
 from mplug_ep.pushed_rows import give_back_pushed, send_pushed
 
 COPIES, ETP, EP = 120, 100, 50
@@ -61,25 +73,32 @@ TOKEN_WAYS = ("all_gather", "once_per_rank", DEEPEP)
 USE = "experts"
 """Use separate process groups: backward waits for tokens, which must not queue behind the gradient sums."""
 
+COUNTING = "numbers of experts' rows"
+"""The use of the group for the numbers of rows, if the rows of several parts travel at once."""
 
-def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False) -> list[Wrap]:
+
+def wraps_of_ep(
+    run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False, parts: int = 1
+) -> list[Wrap]:
     """The wraps of expert parallelism; without etp, also those for ranks that hold copies of the same tokens."""
     if run.mesh.axes["ep"].size == 1:
         return []
     group = run.group("ep", use=USE)
     if how == SYMMETRIC:
-        open_mailbox(run, group)
+        open_mailbox(run, group, parts)
     divided = _divided(model, "ep")
     if how in TOKEN_WAYS:
         way = _token_way(run, group, how)
         own = by_token(way, run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep"))
     elif overlap:
-        own = _departing(group, bounds)
+        own = _departing(group, run.group("ep", use=COUNTING) if parts > 1 else group, bounds, how)
     else:
         own = _travelling(group, bounds, how)
     etp = run.mesh.axes.get("etp")
     outer = [] if etp is not None and etp.size > 1 else _own_part(run, divided)
-    return [*_around(own, EP, divided, uneven=how not in ("all_gather", DEEPEP)), *outer]
+    divide = in_parts(model, parts, prod(run.mesh.axes[name].size for name in copying_axes(run.mesh)))
+    in_turn = [] if parts == 1 else [Wrap("MixtureOfExperts.parts", divide, EP, supports=divided)]
+    return [*_around(own, EP, divided, uneven=how not in ("all_gather", DEEPEP)), *in_turn, *outer]
 
 
 def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
@@ -88,6 +107,14 @@ def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
         return []
     divided = _divided(model, "etp")
     return [*_around(by_token(Gathered(run.group("etp", use=USE))), ETP, divided), *_own_part(run, divided)]
+
+
+def _departing(group: ops.Group, counting: ops.Group, bounds: Bounds | None, how: str) -> Wraps:
+    """Wraps between which rows travel. The numbers of rows of one part must not queue behind the rows of another."""
+    bounded = None
+    if bounds is not None:
+        bounded = (pushed if how == SYMMETRIC else in_buffers)(group, counting, bounds)
+    return departing(exactly(group, counting), bounded, bounds)
 
 
 def _token_way(run: Run, group: ops.Group, how: str) -> TokenWay:
@@ -144,7 +171,12 @@ def _own_part(run: Run, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
 
         return combine
 
-    wraps: Wraps = {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
+    wraps: Wraps = {
+        "dispatch": around_dispatch,
+        "arrive": around_arrive,
+        "leave": around_arrive,
+        "combine": around_combine,
+    }
     return _around(wraps, COPIES, divided, uneven=True)
 
 
@@ -176,7 +208,7 @@ def _in_buffers(group: ops.Group, bounds: Bounds) -> Way:
     """In buffers of a fixed size."""
     return Way(
         ops.BoundedMeeting,
-        lambda rows, counts: _met_bounded(rows, counts, bounds, group),
+        lambda rows, counts: bounds.met(rows, counts, group),
         lambda rows, meeting: ops.send_bounded(rows, meeting, group),
         lambda rows, meeting, _: ops.give_back_bounded(rows, meeting, group),
     )
@@ -184,16 +216,9 @@ def _in_buffers(group: ops.Group, bounds: Bounds) -> Way:
 
 def _pushed(group: ops.Group, bounds: Bounds) -> Way:
     """By kernels that write rows into the memory of other GPUs, which has a fixed size."""
-
-    def met(rows: Tensor, counts: Tensor) -> Places:
-        assert group is not None
-        places = meet(counts, len(rows), bounds.places_for(len(rows), group.size()), group)
-        bounds.count(places.lost)
-        return places
-
     return Way(
         Places,
-        met,
+        lambda rows, counts: bounds.met_places(rows, counts, group),
         lambda rows, places: send_pushed(rows, places, group),
         lambda rows, places, _: give_back_pushed(rows, places, group),
     )
@@ -228,74 +253,9 @@ def _travelling(group: ops.Group, bounds: Bounds | None, how: str = "") -> Wraps
 
     def around_combine(inner: Combine) -> Combine:
         def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
-            own, meeting = _without(route, way().kind)
+            own, meeting = without(route, way().kind)
             return inner(way().give_back(rows, meeting, gates.numel()), gates, own)
 
         return combine
 
     return {"dispatch": around_dispatch, "combine": around_combine}
-
-
-def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
-    """Wraps as those of `_travelling`: dispatch starts to send rows (`ops.depart`), and arrive awaits them.
-
-    Between the two, the rows that arrive are the last tensor of the route.
-    """
-
-    def around_dispatch(inner: Dispatch) -> Dispatch:
-        def dispatch(
-            x: Tensor,
-            chosen: Tensor,
-            gates: Tensor,
-            num_experts: int,
-            num_rows: int | None = None,
-        ) -> Dispatched:
-            rows, counts, route = inner(x, chosen, gates, num_experts)
-            if bounds is not None and bounds.apply:
-                places = _met_bounded(rows, counts, bounds, group)
-                rows = ops.pack_bounded(rows, places)
-                leaving, arriving = ops.depart(rows, _even_sizes(rows, group), len(rows), group)
-                return leaving, places.counts, (*route, *places, arriving)
-            meeting = ops.meet(counts, group)
-            leaving, arriving = ops.depart(rows, meeting.sizes, meeting.order.shape[0], group)
-            return leaving, meeting.counts, (*route, *meeting, arriving)
-
-        return dispatch
-
-    def around_arrive(inner: Arrive) -> Arrive:
-        def arrive(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
-            *own, arriving = route
-            if bounds is not None and bounds.apply:
-                _, places = _without(own, ops.BoundedMeeting)
-                order, inverse, sizes = places.order, places.inverse, _even_sizes(rows, group)
-            else:
-                _, (_, order, inverse, sizes) = _without(own, ops.Meeting)
-            return inner(ops.arrive(rows, arriving, order, inverse, sizes, group), tuple(own))
-
-        return arrive
-
-    return {
-        "dispatch": around_dispatch,
-        "arrive": around_arrive,
-        "combine": _travelling(group, bounds)["combine"],
-    }
-
-
-def _met_bounded(rows: Tensor, counts: Tensor, bounds: Bounds, group: ops.Group) -> ops.BoundedMeeting:
-    """The meeting for rows [N, D] in buffers of a fixed size; rows without room are counted."""
-    assert group is not None
-    places = ops.meet_bounded(counts, len(rows), bounds.room_for(len(rows), group.size()), group)
-    bounds.count(places.lost)
-    return places
-
-
-def _without(route: Sequence[Tensor], kind: type[Any]) -> tuple[Route, Any]:
-    """The route of the supplier inside, and the meeting behind it."""
-    at = len(route) - len(kind._fields)
-    return tuple(route[:at]), kind(*route[at:])
-
-
-def _even_sizes(rows: Tensor, group: ops.Group) -> Tensor:
-    """The sizes [2, R], on the CPU, of an exchange in which each rank sends as many rows to every rank."""
-    assert group is not None
-    return torch.full((2, group.size()), len(rows) // group.size(), dtype=torch.int64, device="cpu")

@@ -8,6 +8,7 @@ before its update. In the next attempt, the processes do the second step and the
 import json
 import os
 import signal
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from pair_runs import Trace, begun, finished
 
 from mplug.distributed.supervision import Send
+from mplug.errors import RunError
 from mplug.registry.resolve import resolve
 from mplug.run.launching import Healing, launch, launched
 from mplug.run.prepare import prepare
@@ -28,7 +30,7 @@ from mplug_saving.position import Position
 from mplug_testing.harness import installed_plugins, overrides_of, tiny_config, tiny_settings
 
 SECONDS = 120.0
-"""Seconds after which a collective fails."""
+"""Seconds after which a collective fails. A case may not take as long: no rank waits for one that has left its work."""
 
 
 def healing_of(settings: dict[str, Any]) -> Healing:
@@ -42,7 +44,12 @@ def healed(settings: dict[str, Any], folder: Path) -> list[Trace]:
     size = prepare(tiny_config(settings)).mesh.world_size
     healing = healing_of(settings)
     job = Job(tiny_settings(), overrides_of(settings), folder / "run", None, layouts=healing.layouts)
+    began = time.monotonic()
     left: int = launch(size, _attempt, job, _death(settings, size), healing=healing)
+    if (seconds := time.monotonic() - began) > SECONDS:
+        raise RunError(
+            f"the ranks have gone on after {seconds:.0f} s: one has waited for a rank that had left its work"
+        )
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(left)]
 
 

@@ -28,6 +28,8 @@ log = logging.getLogger("mplug")
 
 PATIENCE = 5.0
 """Seconds in which a process that has failed waits for the news that another one has died."""
+ROUNDS = 5
+"""Maximum number of collections of garbage after a death."""
 WITHOUT_WATCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 """Variables with which torch's own thread does not end a process because a collective has failed."""
 
@@ -197,6 +199,18 @@ def leave_groups() -> None:
     if dist.is_initialized():  # those of a GPU have been aborted
         dist.destroy_process_group()
     torch.compiler.reset()
-    gc.collect()
+    collect_all()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def collect_all() -> None:
+    """Collect garbage until none is found: one collection may leave process groups, and so their connections.
+
+    The collector does not visit the hooks of an autograd node that a graph owns (`THPCppFunction_traverse` of torch).
+    An error in a pipeline leaves graphs whose backward pass has not run. The first collection frees these graphs. Only
+    then can a second one find what their hooks keep: gradient sinks, and the groups that sum them.
+    """
+    for _ in range(ROUNDS):
+        if not gc.collect():
+            return

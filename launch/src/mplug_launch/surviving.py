@@ -30,8 +30,12 @@ PATIENCE = 5.0
 """Seconds in which a process that has failed waits for the news that another one has died."""
 ROUNDS = 5
 """Maximum number of collections of garbage after a death."""
-WITHOUT_WATCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-"""Variables with which torch's own thread does not end a process because a collective has failed."""
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's own thread would end a process whose collective has failed
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "NCCL_RAS_ENABLE": "0",  # its thread reads freed memory when a new process joins (NVIDIA/nccl #1996, #2406)
+}
+"""Variables with which a process outlives another one, unless the user has set them."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def take_part(
 ) -> None:
     """Do the work of a process as often as a membership asks for it, in a session of its own."""
     os.setsid()
-    os.environ |= {name: value for name, value in WITHOUT_WATCH.items() if name not in os.environ}
+    os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     for other, end in enumerate(ends):
         if other != number:
             end.close()

@@ -71,7 +71,7 @@ WIDE = {
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
     "loggers": "the whole suites of the extensions wandb, mlflow and profile, and more of those of watchdog and "
     "losspicture",
-    "machines": "torchrun, mpirun and local checkpoints on two machines (network namespaces) and without a common folder",
+    "machines": "torchrun, mpirun, local checkpoints on two machines (network namespaces); no common folder",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",

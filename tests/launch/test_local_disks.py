@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are l
 SECTION = "extensions.local_checkpoints"
 
 
-STEPS = ("--steps", "120")
+STEPS = ("--set", "trainer.steps=120")
 """So many that a run does not end before it is disturbed."""
 
 
@@ -37,8 +37,14 @@ def test_a_run_continues_from_the_disk_of_one_machine_after_the_other_has_failed
             found.append(begin(tmp_path, *words, *more, machine=two_machines[number].pid, **environment))
         return found
 
-    commands = started("--name", "one", "--parallel", "fsdp2dp2", *local)
-    poll(lambda: [*tmp_path.glob("disk0/one-*/step_00000006.*/rank*.json")], "step 6 is on the disk of node01")
+    commands = started("--name", "one", "--parallel", "fsdp2tp2", *local)
+
+    def is_saved() -> bool:
+        ended = [command for command in commands if command.process.poll() is not None]
+        assert not ended, ended[0].ended()
+        return any(tmp_path.glob("disk0/one-*/step_00000006.*/rank*.json"))
+
+    poll(is_saved, "step 6 is on the disk of node01")
     if fails == "link":
         two_machines.cut(1)
     for command in commands[2:] if fails == "machine" else commands:  # without a link, no process hears of a death

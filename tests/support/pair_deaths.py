@@ -37,6 +37,9 @@ SECONDS = 120.0
 """Seconds after which a collective fails. A case may not take as long: no rank waits for one that has left its work."""
 
 
+LOCAL = "extensions.local_checkpoints"
+
+
 @dataclass(frozen=True)
 class Death:
     """The rank that dies, the method of its stepper before which it does, and its machine."""
@@ -69,12 +72,13 @@ def healed(settings: dict[str, Any], folder: Path) -> list[Trace]:
 def on_disks(folder: Path) -> dict[str, Any]:
     """The settings of local checkpoints on the disks of two machines, which are folders."""
     local = {"folder": str(folder / "disk$MPLUG_MACHINE"), "machine": "$MPLUG_MACHINE", "every": 1}
-    return {"extensions.local_checkpoints": local}
+    return {LOCAL: local}
 
 
 def _death(settings: dict[str, Any], size: int) -> Death:
-    """A death of any rank, and the same in each run."""
-    number = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
+    """A death of any rank, and the same in each run, whose folder may be another one."""
+    own = {name: value for name, value in settings.items() if name != LOCAL}
+    number = zlib.crc32(json.dumps(own, sort_keys=True).encode())
     rank = number // 2 % size
     return Death(rank, ("forward_backward", "update")[number % 2], _machine_of(rank, size))
 

@@ -60,6 +60,7 @@ WIDE = {
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
     "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon; losses of "
     "data/datasets under layouts; every loader that reads from the addresses of a store",
+    "disks": "the cases of `pairs` in which a rank dies, continued from the local checkpoints on one of two machines",
     "experts": "every way of routing and balancing experts, under several layouts",
     "families": "more families: greedy text, logits and round trips, beside the transformers library; replayed steps "
     "and layouts of each",
@@ -70,7 +71,7 @@ WIDE = {
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
     "loggers": "the whole suites of the extensions wandb, mlflow and profile, and more of those of watchdog and "
     "losspicture",
-    "machines": "torchrun and mpirun on two machines, which are network namespaces; machines without a common folder",
+    "machines": "torchrun, mpirun, local checkpoints on two machines (network namespaces); no common folder",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",

@@ -54,7 +54,9 @@ case's size. The bound is 1e-10, relative, for the losses, the gradient norms, t
 sinks hold (each copy on each rank), the movement of the master weights, and the loss of an evaluation.
 
 A case that is healed does not resume: a rank is killed in the second step, and the other processes do this step again
-from the copies in their memory ([checkpoints](checkpoints.md#going-on-after-a-death)).
+from the copies in their memory ([checkpoints](checkpoints.md#going-on-after-a-death)). With `--wide disks`, the machine
+of this rank is lost as well, and they continue from the disk of another one
+([local checkpoints](checkpoints.md#local-checkpoints)).
 
 | | |
 |---|---|

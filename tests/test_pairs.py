@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from covering import Case, Features, Generator, all_pairs, default_case, pairs_of
-from pair_deaths import healed
+from pair_deaths import healed, on_disks
 from pair_features import (
     ARRAYS,
     FEATURES,
@@ -69,7 +71,10 @@ def shown(case: Case) -> dict[str, str]:
     return {name: value for name, value in case.items() if value != defaults[name]}
 
 
-def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> dict[str, Any]:
+Found = dict[str, Any]
+
+
+def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> Found:
     """Run a case; returns the largest error of each kind of figure, the failures, and the seconds."""
     expected, checkpoint = reference(case, factory)
     world_size, given = world_size_of(case), None
@@ -93,11 +98,11 @@ def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> dict[
     return {"ranks": world_size, **seconds, "failures": sentences, "errors": largest}
 
 
-def healed_in(case: Case, expected: list[Trace], folder: Path) -> dict[str, Any]:
-    """Run a case in which a rank dies; the figures are those of `found_in`."""
+def healed_in(case: Case, expected: list[Trace], folder: Path, more: Mapping[str, Any] = MappingProxyType({})) -> Found:
+    """Run a case in which a rank dies, with `more` settings; the figures are those of `found_in`."""
     began = time.monotonic()
     try:
-        traces = healed(settings_of(case), folder)
+        traces = healed({**settings_of(case), **more}, folder)
     except RunError as error:
         return {"ranks": world_size_of(case), "failures": [str(error)], "errors": {}}
     found = worst(errors_of_workers(traces, expected))
@@ -123,6 +128,18 @@ def test_the_features_of_a_case_give_the_run_of_one_process_and_resume_as_it(
 ) -> None:
     found = found_in(CASES[name], tmp_path_factory, tmp_path)
     recorded(name, CASES[name], found)
+    assert not found["failures"], f"{shown(CASES[name])}: {'; '.join(found['failures'])}"
+
+
+@pytest.mark.wide("disks")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["resume"] in HEALED])
+def test_the_features_of_a_case_go_on_from_the_disk_of_one_machine_when_the_other_is_lost(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The cases in which a rank dies have all pairs of a death and another value."""
+    expected, _ = reference(CASES[name], tmp_path_factory)
+    found = healed_in(CASES[name], expected, tmp_path, on_disks(tmp_path))
+    recorded(f"{name} from disks", CASES[name], found)
     assert not found["failures"], f"{shown(CASES[name])}: {'; '.join(found['failures'])}"
 
 

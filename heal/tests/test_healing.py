@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deaths import (
     PREPARED,
     SETTINGS,
@@ -25,10 +26,13 @@ from deaths import (
     overrides,
     writing_slowly,
 )
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
+from mplug.gradients.sinks import GradientSink
 from mplug.run.launching import Healing, Stopped
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -39,7 +43,7 @@ from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.smaller import refuse_meeting_again
 from mplug_launch.store_connections import end_waits
-from mplug_launch.surviving import keep_modules
+from mplug_launch.surviving import collect_all, keep_modules
 from mplug_launch.survivors import launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
@@ -304,6 +308,22 @@ def test_what_is_garbage_before_a_run_is_freed_before_the_modules_are_kept(monke
     monkeypatch.setattr(gc, "freeze", lambda: lives.append(seen() is not None))
     keep_modules()
     assert lives == [False]
+
+
+class _Stage:
+    """A stage of a pipeline whose rank has left its work before the backward pass."""
+
+    def __init__(self) -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        self.sink = GradientSink("w", parameter, torch.zeros(2))
+        self.waiting, self.own = get_gradient_edge((2 * parameter).sum()), self
+
+
+def test_a_process_that_has_left_its_work_before_a_backward_pass_keeps_nothing_of_it() -> None:
+    """The sinks' listeners hold process groups, whose connections would stay open: other ranks waited for minutes."""
+    sink = weakref.ref(_Stage().sink)
+    collect_all()
+    assert sink() is None
 
 
 def _stopped_while_it_goes_on(launcher: int, send: Callable[[object], None]) -> None:

@@ -35,6 +35,7 @@ from mplug_saving.names import ELSEWHERE
 from mplug_saving.starting import Saving
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, tiny_config
+from mplug_testing.workers import WorkerFailed
 
 STEPS = 8
 SECTION = "extensions.local_checkpoints"
@@ -52,10 +53,13 @@ class Killed(BaseException):
     """All processes of the run end at this moment."""
 
 
-def attempt(folder: Path, size: int, layout: str, settings: dict[str, Any], ends_in: int, largest: int) -> list[str]:
+def attempt(
+    folder: Path, size: int, layout: str, settings: dict[str, Any], ends_in: int, largest: int, torn: int
+) -> list[str]:
     """Be one rank of an attempt that ends in a step; the files on the disk of its machine. There are two machines.
 
-    With `largest`, no local file of rank 1 may have more bytes.
+    With `largest`, no local file of rank 1 may have more bytes. With `torn`, a process is killed in the middle of its
+    first file of this step.
     """
     rank = dist.get_rank()
     machine = rank * 2 // size
@@ -65,6 +69,7 @@ def attempt(folder: Path, size: int, layout: str, settings: dict[str, Any], ends
     run = as_rank(prepare(config, observers, folder / "runs" / "one"))
     if largest and rank == 1:
         _limit_local_files(largest)
+    _die_in_a_file_of(torn)
     saved = complete(run.checkpoints)
     _before_update(run, ends_in)
     try:
@@ -88,6 +93,18 @@ def _limit_local_files(largest: int) -> None:
     local_files._save = limited
 
 
+def _die_in_a_file_of(step: int) -> None:
+    save = local_files._save
+
+    def half(tensors: dict[str, torch.Tensor], path: Path, about: str) -> None:
+        save(tensors, path, about)
+        if f"step_{step:08}" in str(path):
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    local_files._save = half
+
+
 def _before_update(run: Run, step: int) -> None:
     update = DefaultStepper.update
 
@@ -100,10 +117,10 @@ def _before_update(run: Run, step: int) -> None:
 
 
 def attempted(
-    folder: Path, layout: str, ends_in: int = 0, settings: dict[str, Any] | None = None, largest: int = 0
+    folder: Path, layout: str, ends_in: int = 0, settings: dict[str, Any] | None = None, largest: int = 0, torn: int = 0
 ) -> list[list[str]]:
     size = prepare(tiny_config({**SETTINGS, "parallel.layout": layout})).mesh.world_size
-    return run_workers(size, attempt, folder, size, layout, settings or {}, ends_in, largest)
+    return run_workers(size, attempt, folder, size, layout, settings or {}, ends_in, largest, torn)
 
 
 @pytest.fixture(scope="module")
@@ -165,20 +182,22 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_a_run_continues_from_local_disks_when_a_machine_is_replaced(
+def test_a_run_that_is_killed_in_the_middle_of_a_file_continues_from_the_disk_of_a_machine_that_is_left(
     tmp_path: Path, undisturbed: list[dict[str, float]]
 ) -> None:
-    found = attempted(tmp_path, "fsdp2", ends_in=STEPS)
-    assert [len(parts(tmp_path, disk, step)) for disk in (0, 1) for step in (2, 4, 6)] == [0, 2, 2] * 2, found
+    """The newest local checkpoint is torn, so the one before is used. One machine has lost its disk."""
+    settings = {"checkpoint.every": 0}
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        attempted(tmp_path, "fsdp2", settings=settings, torn=6)
+    torn = [*tmp_path.glob("disk*/*/step_00000006.*/.rank*.partial")]
+    assert torn
+    assert [len(parts(tmp_path, disk, step)) for disk in (0, 1) for step in (2, 4, 6)] == [0, 2, 0] * 2
     replaced(tmp_path)
-    killed = parts(tmp_path, 0, 6)[0].parents[1] / "step_00000007.3f1c" / ".tmpQ4x"
-    killed.parent.mkdir()
-    killed.write_bytes(b"what a killed save leaves")
-    assert attempted(tmp_path, "fsdp2") == [[], []]  # its last checkpoint is newer
+    assert attempted(tmp_path, "fsdp2", settings=settings) == [[], []]  # its last checkpoint is newer
     assert not [*tmp_path.glob("disk*/one-*")]
     assert (
         origin(tmp_path)
-        == "after step 6, from its local checkpoints, with copies of the part of rank 1 on other machines"
+        == "after step 4, from its local checkpoints, with copies of the part of rank 1 on other machines"
     )
     assert_same(tmp_path, undisturbed)
 

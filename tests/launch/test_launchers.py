@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from launched import MPLUG, PATIENCE, TEXT, TORCHRUN, Whole, assert_same_losses, begin, free_port, steps_saved
+from launched import MPLUG, PATIENCE, SRUN, TEXT, TORCHRUN, Whole, assert_same_losses, begin, free_port, steps_saved
 from machines import LINKS, Machines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
@@ -95,17 +95,6 @@ def test_processes_of_a_launcher_join_and_those_that_are_left_are_data_parallel(
     assert result.stdout.count("done in") == 1
     assert_same_losses(folder / "runs" / name, whole(""))
     assert json.loads((folder / "runs" / name / "record.json").read_text())["layout"] == becomes
-
-
-SRUN = {
-    "SLURM_JOB_ID": "4242",
-    "SLURM_JOB_NODELIST": "node[01-02]",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "node[01-02]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
 
 
 @pytest.mark.wide("machines")

@@ -162,6 +162,15 @@ def saved_at(run: Path, step: int) -> Path:
     return path_of(run / "checkpoints", step)
 
 
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "node[01-02]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 

@@ -28,8 +28,14 @@ log = logging.getLogger("mplug")
 
 PATIENCE = 5.0
 """Seconds in which a process that has failed waits for the news that another one has died."""
-WITHOUT_WATCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-"""Variables with which torch's own thread does not end a process because a collective has failed."""
+ROUNDS = 5
+"""Maximum number of collections of garbage after a death."""
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's own thread would end a process whose collective has failed
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "NCCL_RAS_ENABLE": "0",  # its thread reads freed memory when a new process joins (NVIDIA/nccl #1996, #2406)
+}
+"""Variables with which a process outlives another one, unless the user has set them."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def take_part(
 ) -> None:
     """Do the work of a process as often as a membership asks for it, in a session of its own."""
     os.setsid()
-    os.environ |= {name: value for name, value in WITHOUT_WATCH.items() if name not in os.environ}
+    os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     for other, end in enumerate(ends):
         if other != number:
             end.close()
@@ -197,6 +203,18 @@ def leave_groups() -> None:
     if dist.is_initialized():  # those of a GPU have been aborted
         dist.destroy_process_group()
     torch.compiler.reset()
-    gc.collect()
+    collect_all()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def collect_all() -> None:
+    """Collect garbage until none is found: one collection may leave process groups, and so their connections.
+
+    The collector does not visit the hooks of an autograd node that a graph owns (`THPCppFunction_traverse` of torch).
+    An error in a pipeline leaves graphs whose backward pass has not run. The first collection frees these graphs. Only
+    then can a second one find what their hooks keep: gradient sinks, and the groups that sum them.
+    """
+    for _ in range(ROUNDS):
+        if not gc.collect():
+            return

@@ -1,5 +1,8 @@
 """The bytes that a rank holds during a table, against counts by hand."""
 
+import pytest
+from mplug_pp import extrapolated
+
 from mplug_schedules import (
     Action,
     Footprint,
@@ -51,3 +54,22 @@ def test_bytes_without_transfers_and_passes_are_the_peak_of_micro_batches() -> N
         share = len(table.chunks_of(0))
         chunks = [Footprint(kept=1200 // share, postponed=1200 // share)] * len(table.ranks)
         assert [peak_bytes(table, rank, chunks) for rank in range(4)] == [1200 * peak(table, rank) for rank in range(4)]
+
+
+SCHEDULES = ("1f1b", "dualpipe-v", "gpipe", "interleaved", "zb-h1", "zb-limited", "zb-v")
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [*((name, 2) for name in SCHEDULES), ("interleaved", 9)])
+def test_the_peaks_of_a_long_table_follow_from_shorter_ones(schedule: str, ranks: int) -> None:
+    """With nine ranks, eight micro batches are over: as many groups as can be are larger than the others."""
+    asked = list[int]()
+
+    def peaks(number: int) -> list[float]:
+        asked.append(number)
+        table = proven_table(schedule, Shape(ranks, number))
+        return [peak(table, rank) for rank in range(ranks)]
+
+    number = 12 * ranks + ranks - 1
+    found = extrapolated(peaks, ranks, number)
+    assert max(asked) < number
+    assert found == peaks(number)

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +72,8 @@ def command(
     given = overrides(**options)
     planner = Planner(_with_defaults(given), machine, gpus)
     _set_batch(planner, given)
-    found = search(planner)
+    with _progress() as report:
+        found = search(planner, report)
     click.echo(_head(planner, found))
     if not found.fitting:
         click.echo(_left_out(planner, found), err=True)
@@ -94,6 +97,15 @@ def command(
             write_whole(out, text.encode())
         except OSError as error:
             raise UsageError(f"cannot write --out '{out}': {error.strerror}; use another file") from None
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """On a terminal, a line that shows what the block reports."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("planning") as status:  # nothing where standard error is no terminal
+        yield lambda text: status.update(f"planning: {text}")
 
 
 def _remedy(found: "Search") -> str:

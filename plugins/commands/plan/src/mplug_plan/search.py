@@ -4,7 +4,7 @@ A rough estimate orders the layouts; the host builds the best of them, and refus
 and seconds predicted. So a plan for 16,384 GPUs takes seconds, and its rules about layouts are those of the host.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,8 +73,11 @@ class Search:
     considered: int = 0
 
 
-def search(planner: Planner) -> Search:
-    """Search all layouts of the planner's GPUs; the layout of the settings alone, if there is one."""
+def search(planner: Planner, report: Callable[[str], None] = lambda _: None) -> Search:
+    """Search all layouts of the planner's GPUs; the layout of the settings alone, if there is one.
+
+    `report` receives what is under way.
+    """
     found = Search()
     if planner.value("parallel", "layout"):
         word = planner.value("parallel", "layout")
@@ -94,12 +97,14 @@ def search(planner: Planner) -> Search:
         if built >= MOST_BUILT or (fastest and seconds > SLOWER * fastest):
             found.not_built = len(ranked) - number
             break
+        report(f"{one.word or 'one process'}, layout {number + 1} of {len(ranked)}")
         try:
             _evaluate(planner, planner.built(one.word, one.assignments), found)
         except UsageError as error:
             found.refused[one.word or "one process"] = refusal(error)
             continue
         built += 1
+    report("schedules of the best layouts")
     _schedules(planner, found)
     found.fitting.sort(key=lambda one: one.seconds)
     return found

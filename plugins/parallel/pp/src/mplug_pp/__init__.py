@@ -1,5 +1,6 @@
 """Pipeline parallelism: splits a model's units into chunks and runs each rank's chunks by a table of actions."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,24 @@ from mplug_schedules import Shape, Table, find_schedule, peak, proven_table
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
+
+
+ROUNDS = 8
+"""A table with more micro batches than this for each rank repeats itself in the middle."""
+
+
+def extrapolated(peaks: Callable[[int], list[float]], ranks: int, number: int) -> list[float]:
+    """The peaks of a table for a number of micro batches, from those of smaller numbers if it is large.
+
+    The middle of a table repeats itself every `ranks` micro batches, if no setting decides the size of its groups. The
+    table of 16,384 micro batches would take seconds.
+    """
+    rounds = max(ROUNDS, ranks)  # as many groups as there may be micro batches over
+    if number < (rounds + 2) * ranks:
+        return peaks(number)
+    short = rounds * ranks + number % ranks
+    further = (number - short) // ranks
+    return [one + further * (two - one) for one, two in zip(peaks(short), peaks(short + ranks), strict=True)]
 
 
 class PipelineParallel:
@@ -83,9 +102,11 @@ class PipelineParallel:
                 config.schedule, Shape(size, num_micro_batches, config.chunks, config.group, config.limit)
             )
 
-        def in_flight(num_micro_batches: int) -> list[float]:
+        def peaks(num_micro_batches: int) -> list[float]:
             made = table(num_micro_batches)
             return [peak(made, rank) for rank in range(size)]
+
+        in_flight = peaks if self.config.group else partial(extrapolated, peaks, size)
 
         tables = [table(number) for number in run.micro_batch_counts()] if run.trains else [table(1)]
         if any(one.ranks != tables[0].ranks for one in tables):

@@ -50,8 +50,8 @@ def question(draw: random.Random, length: int, depth: float, key: str) -> str:
 
 
 def drawn_key(draw: random.Random) -> str:
-    """Digits."""
-    return "".join(draw.choice("0123456789") for _ in range(DIGITS))
+    """Digits that differ: after one of them, a text says only once what follows, so a key can be copied step by step."""
+    return "".join(draw.sample("0123456789", DIGITS))
 
 
 def conversation(draw: random.Random, length: int, depth: float) -> dict[str, object]:

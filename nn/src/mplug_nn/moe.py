@@ -96,7 +96,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B], lengths [B, M] if packed -> [B, S, D]."""
-        choices = self._within_capacity(*self.router(x, positions, keys), document_lengths)
+        choices = self._within_capacity(self.router(x, positions, keys), document_lengths)
         chosen, gates = (of_tokens.flatten(0, 1) for of_tokens in choices)
         rows = x if self.latent_down is None else self.latent_down(x)
         begun = self.experts.begin(rows.flatten(0, 1), chosen, gates)
@@ -106,11 +106,12 @@ class MixtureOfExperts(nn.Module):
         y = y if self.latent_up is None else self.latent_up(y)
         return y if shared is None else y + shared
 
-    def _within_capacity(self, chosen: Tensor, gates: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _within_capacity(self, choices: tuple[Tensor, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0.
 
         Of choices with equal gates, the first ones of a sample stay, so their order counts.
         """
+        chosen, gates = choices
         if self.capacity_factor is None:
             return chosen, gates
         experts = self.router.gating.num_experts

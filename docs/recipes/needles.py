@@ -3,10 +3,10 @@
     python docs/recipes/needles.py write needles.jsonl --length 128 --samples 20000
     python docs/recipes/needles.py measure --name short --lengths 128 256 512 1024 --json short.json
 
-A sample is a conversation. Its question is a text of short sentences, one of which holds a key of four different digits;
-its answer is the key (the task "passkey retrieval" of arXiv 2305.16300, a needle in a haystack). `--length` is that of the
-whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is the part of
-the text before it.
+A sample is a conversation. Its question is a text of short sentences, one of which holds a key of four different
+digits; its answer is the key (the task "passkey retrieval" of arXiv 2305.16300, a needle in a haystack). `--length` is
+that of the whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is the
+part of the text before it.
 
 `measure` draws other texts and keys than `write`. An answer is right if each of its digits is the most probable token
 behind the true ones before it: then the model writes it itself, if it always chooses the most probable token.
@@ -50,7 +50,7 @@ def question(draw: random.Random, length: int, depth: float, key: str) -> str:
 
 
 def drawn_key(draw: random.Random) -> str:
-    """Digits that differ: after one of them, a text says only once what follows, so a key can be copied step by step."""
+    """Digits that differ: a text says only once what follows each of them, so a key can be copied step by step."""
     return "".join(draw.sample("0123456789", DIGITS))
 
 

@@ -5,8 +5,8 @@
 
 A sample is a conversation. Its question is a text of short sentences, one of which holds a key of four different
 digits; its answer is the key (the task "passkey retrieval" of arXiv 2305.16300, a needle in a haystack). `--length` is
-that of the whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is the
-part of the text before it.
+that of the whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is
+the part of the text before it.
 
 `measure` draws other texts and keys than `write`. An answer is right if each of its digits is the most probable token
 behind the true ones before it: then the model writes it itself, if it always chooses the most probable token.

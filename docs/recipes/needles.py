@@ -3,10 +3,10 @@
     python docs/recipes/needles.py write needles.jsonl --length 128 --samples 20000
     python docs/recipes/needles.py measure --name short --lengths 128 256 512 1024 --json short.json
 
-A sample is a conversation. Its question is a text of short sentences, one of which holds a key of four digits; its
-answer is the key (the task "passkey retrieval" of arXiv 2305.16300, a needle in a haystack). `--length` is that of the
-whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is the part of
-the text before it.
+A sample is a conversation. Its question is a text of short sentences, one of which holds a key of four different
+digits; its answer is the key (the task "passkey retrieval" of arXiv 2305.16300, a needle in a haystack). `--length` is
+that of the whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is
+the part of the text before it.
 
 `measure` draws other texts and keys than `write`. An answer is right if each of its digits is the most probable token
 behind the true ones before it: then the model writes it itself, if it always chooses the most probable token.
@@ -50,8 +50,8 @@ def question(draw: random.Random, length: int, depth: float, key: str) -> str:
 
 
 def drawn_key(draw: random.Random) -> str:
-    """Digits."""
-    return "".join(draw.choice("0123456789") for _ in range(DIGITS))
+    """Digits that differ: a text says only once what follows each of them, so a key can be copied step by step."""
+    return "".join(draw.sample("0123456789", DIGITS))
 
 
 def conversation(draw: random.Random, length: int, depth: float) -> dict[str, object]:
@@ -111,7 +111,7 @@ def found(wanted: argparse.Namespace, length: int) -> list[float]:
             run, _ = settle(merge(saved, read_assignments([f"data.validation_path={file}"], "needles")), {}, None)
             run.trains, run.device = False, "cpu"
             if model is None:
-                model = load_for_inference(run, at_step(directory / "checkpoints", None))
+                model = load_for_inference(run, at_step(directory / "checkpoints", wanted.step))
                 model.module.eval()
             shares.append(share_of_right(run, model, wanted.samples))
     return shares
@@ -146,6 +146,7 @@ def main() -> None:
     writing.set_defaults(call=write)
     measuring = commands.add_parser("measure", help="count the keys that a run finds")
     measuring.add_argument("--name", help="name of the run; default: the newest run")
+    measuring.add_argument("--step", type=int, help="step of a checkpoint; default: the newest one")
     measuring.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024])
     measuring.add_argument("--samples", type=int, default=20, help="keys for each length and depth")
     measuring.add_argument("--json", help="file for the shares")

@@ -11,10 +11,6 @@ def _needs_nothing(module: Any, entries: Container[str]) -> frozenset[str]:
     return frozenset()
 
 
-IN_ORDER = "order of positions"
-"""The need of a slot that joins sequences: positions in the order of the sequence."""
-
-
 @dataclass(frozen=True)
 class Slot:
     """A callable attribute of a building block that a plugin can replace. A block's class lists its slots in `SLOTS`.
@@ -41,9 +37,9 @@ class Slot:
       if the block passes no buffers to the slot. A block with several products needs the name of the weight in front.
     - `sums_tokens`: a supplier is called as `supplier(values, over)` and sums over the ranks that divide the axes
       `over` of tokens. The host supplies it.
-    - `joins_sequences`: a supplier is called as `supplier(function, *tensors)` with tensors [B, S, ...] of this rank's
-      positions. It calls the function with those of whole sequences and returns this rank's part of the result. A
-      module whose function needs them in the order of the sequence has the need `IN_ORDER`. The host supplies it.
+    - `joins_sequences`: a supplier is called as `supplier(function, *tensors, lengths=lengths)`, tensors [B, S, ...] of
+      this rank's positions. It calls the function with those of whole sequences, and returns this rank's part of the
+      result. Without `lengths` [B, M] of documents, the order of positions is not specified. The host supplies it.
     - `gathers_positions`: a supplier is called as `supplier(own, x, lengths)`, tensors [B, S, ...] of this rank and the
       lengths of documents or None, between the products of a pair, where only what divides entries divides sequences.
       It returns `own` of some positions, x of all, and the former: pairs (first, end). The host supplies it.

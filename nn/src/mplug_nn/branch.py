@@ -87,7 +87,7 @@ class ExpertsBranch(Branch):
 
     def branch(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        y: Tensor = self.moe(x, positions, keys)
+        y: Tensor = self.moe(x, positions, keys, document_lengths)
         return y
 
 

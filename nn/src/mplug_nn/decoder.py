@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.post_norm1 = post_norms[0] if post_norms else None
         self.post_norm2 = post_norms[1] if post_norms else None
 
-    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """The block's second part, without norm and residual: [B, S, D] -> [B, S, D]."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class Block(nn.Module):
             h, _ = self.post_norm1(h)
         h = self._scaled(h)
         h, x = normed(self.norm2, self.norm2_reader(), self.dropout1(h, keys, positions), x)
-        h = self.feed_forward(h, positions, keys)
+        h = self.feed_forward(h, positions, keys, document_lengths)
         if self.post_norm2 is not None:
             h, _ = self.post_norm2(h)
         y: Tensor = self.dropout2(self._scaled(h), keys, positions)
@@ -157,7 +157,7 @@ class DenseBlock(Block):
         """The MLP."""
         return self.mlp
 
-    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         y: Tensor = self.mlp(x)
         return y
@@ -181,9 +181,9 @@ class SparseBlock(Block):
         super().__init__(norm1, attn, norm2, dropout, post_norms, residual_scale)
         self.moe = moe
 
-    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        y: Tensor = self.moe(x, positions, keys)
+        y: Tensor = self.moe(x, positions, keys, document_lengths)
         return y
 
 

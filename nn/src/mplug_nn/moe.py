@@ -112,11 +112,10 @@ class MixtureOfExperts(nn.Module):
             return ""
         return "experts have room for some tokens of a micro batch; trainer.micro_batch_size decides which are dropped"
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
-        chosen, gates = (
-            of_tokens.flatten(0, 1) for of_tokens in self._within_capacity(*self.router(x, positions, keys))
-        )
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], the samples' random keys [B], lengths [B, M] if packed -> [B, S, D]."""
+        choices = self._within_capacity(self.router(x, positions, keys), document_lengths)
+        chosen, gates = (of_tokens.flatten(0, 1) for of_tokens in choices)
         rows = x if self.latent_down is None else self.latent_down(x)
         divided = self.parts(rows.flatten(0, 1), chosen, gates)
         begun = [self.experts.begin(*part) for part in divided]
@@ -128,13 +127,17 @@ class MixtureOfExperts(nn.Module):
         y = y if self.latent_up is None else self.latent_up(y)
         return y if shared is None else y + shared
 
-    def _within_capacity(self, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0."""
+    def _within_capacity(self, choices: tuple[Tensor, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0.
+
+        Of choices with equal gates, the first ones of a sample stay, so their order counts.
+        """
+        chosen, gates = choices
         if self.capacity_factor is None:
             return chosen, gates
         experts = self.router.gating.num_experts
         beyond = partial(beyond_capacity, num_experts=experts, factor=self.capacity_factor, dropping=self.dropping)
-        dropped = self.over_sequences(beyond, chosen, gates.detach())
+        dropped = self.over_sequences(beyond, chosen, gates.detach(), lengths=lengths)
         return chosen.masked_fill(dropped, experts), gates.masked_fill(dropped, 0.0)
 
     def _biases(self, chosen: Tensor, gates: Tensor) -> Tensor:

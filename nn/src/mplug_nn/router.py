@@ -3,7 +3,7 @@
 B batch, S sequence, D embed, E experts, k experts chosen by a token.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mplug.layout.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
-from mplug.model.slots.declaration import IN_ORDER, Slot
+from mplug.model.slots.declaration import Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.sink import Weights, add_product
 from mplug_nn.dropout import Jitter
@@ -42,12 +42,13 @@ def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
     return values
 
 
-def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def over_sequences(function: Callable[..., Tensor], *tensors: Tensor, lengths: Tensor | None = None) -> Tensor:
     """The default of the slot `MixtureOfExperts.over_sequences`, for a process that has whole sequences.
 
     tensors [B, S, ...] (no gradient flows through them) -> function(*tensors) [B, S, ...]. The host fills this slot
     under every layout that divides the sequence: it calls the function with whole sequences and returns this rank's
-    part of the result.
+    part of the result. A caller whose function depends on the order of positions gives the `lengths` [B, M] of the
+    documents, or None if samples have none: ranks may divide samples by their documents.
     """
     return function(*tensors)
 
@@ -66,19 +67,7 @@ BALANCED_SCORES = Slot("Router.balanced_scores", "balance", balanced_scores)
 SUMMED = Slot("Router.summed", "router", summed, sums_tokens=True)
 
 
-def _needs_of_capacity(module: nn.Module, entries: Container[str]) -> frozenset[str]:
-    """Of tokens whose gates are equal, the first ones keep their places with an expert."""
-    return frozenset() if getattr(module, "capacity_factor", None) is None else frozenset({IN_ORDER})
-
-
-OVER_SEQUENCES = Slot(
-    "MixtureOfExperts.over_sequences",
-    "router",
-    over_sequences,
-    serves={IN_ORDER},
-    needs=_needs_of_capacity,
-    joins_sequences=True,
-)
+OVER_SEQUENCES = Slot("MixtureOfExperts.over_sequences", "router", over_sequences, joins_sequences=True)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,12 @@ def number_of(division: Division) -> int:
     return len(_DIVISIONS) - 1
 
 
+def in_rank_order(x: Tensor, lengths: Tensor, division: int) -> Tensor:
+    """x [B, T, ...] in sequence order -> the same positions in rank order: the inverse of `in_sequence_order`."""
+    order = _order(lengths, x, division).argsort(dim=1)
+    return x[torch.arange(len(order), device=order.device)[:, None], order]
+
+
 def in_sequence_order(gathered: Sequence[Tensor], lengths: Tensor, division: int) -> list[Tensor]:
     """Tensors [B, T, ...], the positions of all ranks in rank order -> the same positions in sequence order.
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from mplug.layout.mesh import DocumentMap, Mesh
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
-from mplug.model.slots.declaration import IN_ORDER
 from mplug.model.slots.offers import Offer, Site
 from mplug.run.run import Run
 from mplug_ops.collectives import all_gather
-from mplug_ops.divisions import in_sequence_order, number_of
+from mplug_ops.divisions import in_rank_order, in_sequence_order, number_of
 
 
 def whole_sequences(run: Run, model: Model) -> list[Offer]:
     """The supplier of such slots: it gathers the positions of all ranks that divide the sequence, in sequence order.
 
-    If ranks divide samples by documents, the order is that of ranks.
+    If ranks divide samples by documents, it needs the lengths of these for that order; without, the order is that of
+    ranks.
 
     Collective: all ranks make the process group here, including ranks whose stage has no such slot. It is the group in
     which statistics are summed over a sequence (`token_sums`).
@@ -31,27 +31,33 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
     if not model.plan.buffers or not axes:
         return []
     group, own = run.group(*axes), run.mesh.number(run.rank, axes)
+    ranks = list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes the ranks of a group
 
-    def parts_at(length: int) -> list[list[range]]:
-        return [parts_of(run.mesh, rank, length) for rank in run.mesh.group(run.rank, *axes)]
+    def parts_at(length: int, documents: tuple[int, ...] = ()) -> list[list[range]]:
+        return [parts_of(run.mesh, rank, length, documents=documents) for rank in ranks]
 
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
-    by_documents = bool(_by_documents(run))
+    number = number_of(lambda documents: parts_at(sum(documents), documents)) if _by_documents(run) else None
 
-    def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def over_sequences(function: Callable[..., Tensor], *tensors: Tensor, lengths: Tensor | None = None) -> Tensor:
         if group is None:
             return function(*tensors)
         own_length = tensors[0].shape[1]
-        if by_documents:  # positions differ from sample to sample; sites of this slot do not need their order
-            return function(*(all_gather(x, group, 1) for x in tensors)).narrow(1, own * own_length, own_length)
+        gathered = [all_gather(x, group, 1) for x in tensors]
+        if number is not None:  # each sample is divided in its own way
+            if lengths is None:
+                result = function(*gathered)
+            else:
+                result = in_rank_order(function(*in_sequence_order(gathered, lengths, number)), lengths, number)
+            return result.narrow(1, own * own_length, own_length)
         length = own_length * group.size()
         parts = usual if length == usual_length else parts_at(length)
-        result = function(*(_in_order(all_gather(x, group, 1), parts) for x in tensors))
+        result = function(*(_in_order(x, parts) for x in gathered))
         return torch.cat([result[:, part.start : part.stop] for part in parts[own]], dim=1)
 
     slots = [slot.name for slot in model.declared.values() if slot.joins_sequences]
-    return [Offer({slot: over_sequences}, _is_of_tokens, serves={IN_ORDER}, plugin="host") for slot in slots]
+    return [Offer({slot: over_sequences}, _is_of_tokens, plugin="host") for slot in slots]
 
 
 def whole_keys(run: Run, model: Model) -> list[Offer]:
@@ -96,15 +102,13 @@ def _has_tokens(site: Site, run: Run) -> bool:
 
 def _is_of_tokens(site: Site, run: Run) -> bool | str:
     if site.sequence == TOKENS_AXIS:
-        return (_by_documents(run) if IN_ORDER in site.needs else "") or True
+        return True
     return f"it gathers the positions of tokens, and the rows of this unit lie along '{site.sequence}'"
 
 
-def _by_documents(run: Run) -> str:
-    """Why the positions of a rank are unknown when the model is built; '' if they are known."""
-    axes = (axis for axis in run.mesh.views["dense"] if isinstance(axis.entries.get(TOKENS_AXIS), DocumentMap))
-    found = next((axis.name for axis in axes), "")
-    return found and f"it gathers positions in sequence order, and '{found}' divides each sample by its documents"
+def _by_documents(run: Run) -> bool:
+    """Whether ranks divide each sample by its documents, so that their positions differ from sample to sample."""
+    return any(isinstance(axis.entries.get(TOKENS_AXIS), DocumentMap) for axis in run.mesh.views["dense"])
 
 
 def _in_order(gathered: Tensor, parts: list[list[range]]) -> Tensor:

@@ -78,7 +78,7 @@ def _ones_along(axis: str, values: Tensor, over: tuple[str, ...]) -> Tensor:
     return torch.ones_like(values) if axis in over else values
 
 
-def _each_position(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def _each_position(function: Callable[..., Tensor], *tensors: Tensor, **_: Any) -> Tensor:
     """The content of `MixtureOfExperts.over_sequences` here: what positions share belongs to the slot."""
     positions = range(tensors[0].shape[1])
     return torch.cat([function(*(x[:, at : at + 1] for x in tensors)) for at in positions], dim=1)

@@ -19,10 +19,11 @@ from unittest.mock import patch
 import mplug_quack.needs
 import pytest
 import torch
+from mplug_quack.dense import PRODUCTS
 from mplug_quack.grouped import QuackGroups
 from mplug_quack.limits import supports_experts
 from mplug_quack.limits import supports_mlp as supports
-from mplug_quack.mlp import CORE, KINDS, core
+from mplug_quack.mlp import CORES, KINDS, core
 from mplug_quack.needs import missing
 from mplug_quack.rows import ALIGNED
 from offers import run
@@ -176,10 +177,44 @@ def served() -> list[Case]:
         ]
 
 
-@pytest.mark.parametrize("case", served(), ids=lambda case: case.name)
-@pytest.mark.usefixtures("stand_ins")
-def test_values_gradients_and_sinks_are_those_of_plain_torch_also_in_one_graph(case: Case) -> None:
-    trial = Trial(case, {"MLP.core": core}, torch.bfloat16, "cpu", case.name)
+def gemm(  # type: ignore[no-untyped-def]
+    a, b, y, c, semaphore, *tile, pingpong, cu_seqlens_m=None, cu_seqlens_k=None, add_to_output=False
+) -> None:
+    """`quack.gemm.gemm`, dense or for groups of rows or of columns, with what it requires of strides."""
+    assert c is None
+    assert semaphore is None
+    if cu_seqlens_m is None and cu_seqlens_k is None:
+        assert [one.shape[0] for one in (a, b, y)] == [1, 1, 1]
+        assert all(1 in one.stride()[1:] for one in (a, b))
+        own = product(a[0], b[0].t())
+        y[0] = y[0] + own if add_to_output else own
+        return
+    bounds = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
+    for group, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if cu_seqlens_m is not None:
+            assert (a.stride(-1), y.stride(-1)) == (1, 1)
+            y[start:stop] = product(a[start:stop], b[group].t())
+        else:
+            assert (a.stride(-2), b.stride(-2)) == (1, 1)
+            own = product(a[:, start:stop], b[:, start:stop].t())
+            y[group] = y[group] + own if add_to_output else own
+
+
+@pytest.fixture
+def gemm_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("quack.gemm")
+    module.gemm = gemm  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm", module)
+
+
+OF_PRODUCTS = [*(("fused", case) for case in served()), *(("all", case) for case in served()[:2])]
+
+
+@pytest.mark.parametrize(("products", "case"), OF_PRODUCTS, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.usefixtures("stand_ins", "gemm_stand_in")
+def test_values_gradients_and_sinks_are_those_of_plain_torch_also_in_one_graph(products: str, case: Case) -> None:
+    trial = Trial(case, {"MLP.core": CORES[products]}, torch.bfloat16, "cpu", case.name)
     assert trial.values_fault(4.0) == ""
     assert trial.strided_fault(4.0) == ""
     assert trial.in_place_fault() == ""
@@ -223,7 +258,10 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_core_leaves_the_operands_of_its_weight_gradients_also_in_one_graph(kind: str) -> None:
-    assert [later_core_fault(CORE, kind, torch.bfloat16, "cpu", compiles) for compiles in (False, True)] == ["", ""]
+    assert [later_core_fault(CORES["fused"], kind, torch.bfloat16, "cpu", compiles) for compiles in (False, True)] == [
+        "",
+        "",
+    ]
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -234,7 +272,7 @@ def test_the_weight_gradients_of_a_whole_model_can_come_later() -> None:
     model, sinks = parts.model, parts.model.sinks
     for part in model.module.modules():
         if isinstance(part, MLP):
-            part.core = CORE
+            part.core = CORES["fused"]
     later = WeightGradients(model)
     entries = {**next(iter(parts.train_loader.take(1))), "keys": torch.arange(1)}
 
@@ -260,31 +298,6 @@ def test_the_weight_gradients_of_a_whole_model_can_come_later() -> None:
 # Experts. M rows, e groups, I input, O output.
 
 
-def grouped_gemm(  # type: ignore[no-untyped-def]
-    a, b, y, c, semaphore, *tile, pingpong, cu_seqlens_m=None, cu_seqlens_k=None, add_to_output=False
-) -> None:
-    """`quack.gemm.gemm` for groups of rows, or of columns, with what its documentation requires of strides."""
-    assert c is None
-    assert semaphore is None
-    bounds = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
-    for group, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        if cu_seqlens_m is not None:
-            assert (a.stride(-1), y.stride(-1)) == (1, 1)
-            y[start:stop] = product(a[start:stop], b[group].t())
-        else:
-            assert (a.stride(-2), b.stride(-2)) == (1, 1)
-            own = product(a[:, start:stop], b[:, start:stop].t())
-            y[group] = y[group] + own if add_to_output else own
-
-
-@pytest.fixture
-def grouped_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("quack.gemm")
-    module.gemm = grouped_gemm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm", module)
-
-
 def by(groups: GroupedProduct, counts: list[int], aligned: bool = True) -> list[Tensor]:
     """The results of two passes of products by `groups`: outputs, gradients of rows, and the weights' sum."""
     rows, weight, grad = drawn(24, 16).requires_grad_(), drawn(len(counts), 32, 16), drawn(24, 32)
@@ -301,13 +314,13 @@ def by(groups: GroupedProduct, counts: list[int], aligned: bool = True) -> list[
 
 @pytest.mark.parametrize("counts", [[5, 3, 7, 9], [0, 24, 0, 0], [1, 0, 0, 2], [0, 0, 0, 0], [3, 0, 21, 0]], ids=str)
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.usefixtures("grouped_stand_in")
+@pytest.mark.usefixtures("gemm_stand_in")
 def test_products_of_groups_and_their_gradients_are_those_of_plain_torch(counts: list[int], aligned: bool) -> None:
     for ours, plain in zip(by(QuackGroups(), counts, aligned), by(PLAIN_GROUPED, counts), strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=1e-1)
 
 
-@pytest.mark.usefixtures("grouped_stand_in")
+@pytest.mark.usefixtures("gemm_stand_in")
 def test_no_row_at_all_gives_no_product_and_a_weights_gradient_of_0() -> None:
     total, stale = torch.full((2, 32, 16), 7.0), torch.ones((), dtype=torch.bool)
     rows, weight = drawn(0, 16).requires_grad_(), drawn(2, 32, 16).requires_grad_()
@@ -318,7 +331,7 @@ def test_no_row_at_all_gives_no_product_and_a_weights_gradient_of_0() -> None:
     assert not stale
 
 
-@pytest.mark.usefixtures("grouped_stand_in")
+@pytest.mark.usefixtures("gemm_stand_in")
 def test_a_pipeline_may_compute_the_gradients_of_groups_later() -> None:
     offer = Offer({"Experts.product": QuackGroups()})
     assert later_fault(offer, "Experts.product", torch.bfloat16, "cpu", compiles=True) == ""
@@ -373,6 +386,23 @@ def test_on_a_gpu_quacks_products_of_groups_are_each_groups_own(counts: list[int
         torch.testing.assert_close(grad_rows[own].float(), grad[own].float() @ matrix, rtol=1e-2, atol=1e-1)
         torch.testing.assert_close(total[group], 2 * grad[own].float().T @ rows[own].float(), rtol=1e-3, atol=1e-2)
         start += count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("quack") is None, reason="QuACK is not installed; install 'mplug-quack[quack]'")
+def test_on_a_gpu_quacks_dense_products_are_those_of_torch_in_fp32() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, weight, grad = (
+        torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in ((512, 64), (96, 64), (512, 96))
+    )
+    total, stale = torch.full((96, 64), 7.0, device="cuda"), torch.ones((), dtype=torch.bool)
+    multiply_by, gradient = PRODUCTS["all"]
+    for _ in range(2):
+        y, grad_rows = multiply_by(rows, weight, True), multiply_by(grad, weight, False)
+        assert gradient(grad, rows, Weights(weight, total, stale)) is None
+    torch.testing.assert_close(y.float(), rows.float() @ weight.float().T, rtol=1e-2, atol=1e-1)
+    torch.testing.assert_close(grad_rows.float(), grad.float() @ weight.float(), rtol=1e-2, atol=1e-1)
+    torch.testing.assert_close(total, 2 * grad.float().T @ rows.float(), rtol=1e-3, atol=1e-2)
 
 
 def test_epilogues_refer_to_functions_of_quack_and_cutlass_through_their_modules_alone(

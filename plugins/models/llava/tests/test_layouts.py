@@ -61,6 +61,7 @@ TILED = {
 }
 """LLaVA-OneVision: single pictures of 2 to 5 tiles, of which the largest are resampled, and several pictures."""
 PACKED = {"data.documents": 3}
+BY_DOCUMENTS = {"parallel.cp.method": "all_gather", "parallel.cp.divide": "documents", "parallel.cp.equal_length": 16}
 TIED = {"model.decoder": {**DECODER, "tie_embeddings": True}}
 FROZEN = {"model.frozen": ["tower.patches", "tower.blocks", "decoder"]}
 """Only the projector is trained, as in the first stage of LLaVA."""
@@ -97,6 +98,7 @@ CASES = [
     *(pytest.param(layout, TILED, id=f"{layout} tiled", marks=WIDE) for layout in TILED_LAYOUTS[1:]),
     pytest.param("dp2cp2", {**TILED, **BALANCED}, id="dp2cp2 tiled and balanced", marks=WIDE),
     pytest.param("cp2", {**TILED, **PACKED}, id="cp2 tiled and packed", marks=WIDE),
+    pytest.param("cp2", {**TILED, **PACKED, **BY_DOCUMENTS}, id="cp2 tiled documents", marks=WIDE),
     pytest.param("fsdp2", {**TILED, **JOINED}, id="fsdp2 ends of lines alone", marks=WIDE),
     pytest.param("dp2", {**TILED, "model.frozen": ["tower"]}, id="dp2 tiled, frozen tower", marks=WIDE),
     pytest.param("tp2", {**TILED, **ADAPTED}, id="tp2 tiled, lora", marks=WIDE),

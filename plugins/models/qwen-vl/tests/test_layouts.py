@@ -14,6 +14,7 @@ from mplug_testing.parity import require_parity
 SEEN = {"data.media": 3, "data.media_sides": [8, 24], "trainer.seq_length": 32}
 TOWER = {**seeing_runs.TOWER, "typical_patches": 24}
 PACKED = {"data.documents": 3}
+BY_DOCUMENTS = {"parallel.cp.method": "all_gather", "parallel.cp.divide": "documents", "parallel.cp.equal_length": 16}
 FROZEN_TOWER = {"model.frozen": ["tower"]}
 FROZEN_DECODER = {"model.frozen": ["embedding", "blocks", "head"]}
 EXPERTS = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 16}
@@ -34,6 +35,7 @@ WIDE = pytest.mark.wide("layouts")
 CASES = [  # the array `seeing` of the set `pairs` has each strategy on two ranks, also packed, compiled and balanced
     pytest.param("tp2pp2", {}, id="tp2pp2"),
     pytest.param("cp2", PACKED, id="cp2 packed"),
+    pytest.param("cp2", {**PACKED, **BY_DOCUMENTS}, id="cp2 documents"),
     pytest.param("cp2", CLIPPED, id="cp2 clipped"),
     pytest.param("fsdp2", FROZEN_TOWER, id="fsdp2 frozen tower"),
     pytest.param("tp2", {**COMPILED, "model.vision": {**TOWER, **WINDOWS}}, id="tp2 compiled windows", marks=WIDE),
@@ -50,6 +52,9 @@ CASES = [  # the array `seeing` of the set `pairs` has each strategy on two rank
     pytest.param("pp2", FROZEN_DECODER, id="pp2 frozen decoder", marks=WIDE),
     pytest.param("pp4", {}, id="pp4", marks=WIDE),
     pytest.param("cp2pp2", {}, id="cp2pp2", marks=WIDE),
+    pytest.param("cp2tp2", {**PACKED, **BY_DOCUMENTS}, id="cp2tp2 documents", marks=WIDE),
+    pytest.param("cp2", {**VIDEOS, **PACKED, **BY_DOCUMENTS}, id="cp2 videos documents", marks=WIDE),
+    pytest.param("dp2cp2", {**BALANCED, **PACKED, **BY_DOCUMENTS}, id="dp2cp2 balanced documents", marks=WIDE),
     pytest.param("dp2cp2", {}, id="dp2cp2", marks=WIDE),
     pytest.param("fsdp2tp2", {}, id="fsdp2tp2", marks=WIDE),
     pytest.param("tp2", FROZEN_DECODER, id="tp2 frozen decoder", marks=WIDE),

@@ -1,26 +1,35 @@
 """The supplier of `MLP.core`. T tokens, D embed, F mlp."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mplug_nn import MLPCore, Weights, fake, operator, weight_gradient
+from mplug_nn import MLPCore, Weights, fake, operator
 from mplug_products import Later, hand_out
+from mplug_quack.dense import PRODUCTS
 from mplug_quack.rows import ALIGNED, aligned_rows
 
 KINDS = ("gelu", "gelu_tanh")
 
 
 def core(
-    x: Tensor, up: Weights, bias: Tensor | None, down: Weights, kind: str, composed: Callable[[Tensor], Tensor]
+    x: Tensor,
+    up: Weights,
+    bias: Tensor | None,
+    down: Weights,
+    kind: str,
+    composed: Callable[[Tensor], Tensor],
+    products: str = "fused",
 ) -> Tensor:
     """act(x upᵀ + bias) downᵀ, [..., D] -> [..., D]; up [F, D], bias [F], down [D, F].
 
-    If ALIGNED does not divide F, the width on this rank, it calls `composed`, the composition of the narrower slots.
+    `products` is the value of `kernels.quack.products`. If ALIGNED does not divide F, the width on this rank, it calls
+    `composed`, the composition of the narrower slots.
     """
-    return delayed(x, up, bias, down, kind, composed, None, None)
+    return delayed(x, up, bias, down, kind, composed, None, None, products)
 
 
 def delayed(
@@ -32,6 +41,7 @@ def delayed(
     composed: Callable[[Tensor], Tensor],
     up_later: Later | None,
     down_later: Later | None,
+    products: str = "fused",
 ) -> Tensor:
     """`core`, whose backward hands out the operands of weight gradients that are computed later (`MLPCore`)."""
     width, dim = up.values.shape
@@ -48,12 +58,13 @@ def delayed(
         one if later is None else one._replace(values=one.values.detach())
         for one, later in ((up, up_later), (down, down_later))
     ]
-    call = x, bias, kind, *map(len, taps), *weights[0], *weights[1], *taps[0], *taps[1]
+    call = x, bias, kind, products, *map(len, taps), *weights[0], *weights[1], *taps[0], *taps[1]
     y: Tensor = _MLP.apply(*call)  # type: ignore[no-untyped-call]
     return y
 
 
-CORE = MLPCore(core, delayed=delayed)
+CORES = {name: MLPCore(partial(core, products=name), delayed=partial(delayed, products=name)) for name in PRODUCTS}
+"""By the values of `kernels.quack.products`."""
 
 
 class _MLP(torch.autograd.Function):
@@ -64,13 +75,13 @@ class _MLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, bias, kind, up_taps, down_taps, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, bias, kind, products, up_taps, down_taps, *tensors):  # type: ignore[no-untyped-def]
         up, down = Weights(*tensors[:3]), Weights(*tensors[3:6])
         h, a = activated(x.flatten(0, -2), up.values, bias, kind)
         ctx.save_for_backward(x, h, up.values, down.values)
         ctx.kind, ctx.bias, ctx.sinks = kind, None if bias is None else bias.dtype, (up[1:], down[1:])
-        ctx.taps = up_taps, down_taps
-        return (a @ down.values.t()).view(x.shape)
+        ctx.taps, ctx.products = (up_taps, down_taps), products
+        return PRODUCTS[products].multiply(a, down.values, True).view(x.shape)
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
@@ -78,13 +89,14 @@ class _MLP(torch.autograd.Function):
         up, down = (Weights(one, *sink) for one, sink in zip(values, ctx.sinks, strict=True))
         grad_y = grad_y.flatten(0, -2)
         grad_h, a = gradient(grad_y, down.values, h, ctx.kind)
-        needs_gradient = ctx.needs_input_grad  # (x, bias, kind, two numbers, up, up's two of the sink, down, ...)
-        grad_down = weight_gradient(grad_y, a, down) if needs_gradient[8] else None
-        grad_up = weight_gradient(grad_h, x, up) if needs_gradient[5] else None
-        grad_x = (grad_h @ up.values).view(x.shape) if needs_gradient[0] else None
+        needs_gradient = ctx.needs_input_grad  # (x, bias, two words, two numbers, up, up's two of the sink, down, ...)
+        multiply, gradient_of = PRODUCTS[ctx.products]
+        grad_down = gradient_of(grad_y, a, down) if needs_gradient[9] else None
+        grad_up = gradient_of(grad_h, x, up) if needs_gradient[6] else None
+        grad_x = multiply(grad_h, up.values, False).view(x.shape) if needs_gradient[0] else None
         grad_bias = None if ctx.bias is None else grad_h.sum(0, dtype=torch.float32).to(ctx.bias)
         of_taps = hand_out((grad_h, x.flatten(0, -2)), ctx.taps[0]) + hand_out((grad_y, a), ctx.taps[1])
-        return grad_x, grad_bias, *[None] * 3, grad_up, None, None, grad_down, None, None, *of_taps
+        return grad_x, grad_bias, *[None] * 4, grad_up, None, None, grad_down, None, None, *of_taps
 
 
 # Operators that a compiler does not look into. QuACK is imported when they run, not when they are declared.

@@ -92,11 +92,6 @@ class ContextParallel:
         from mplug_cp.states import around_mixers
         from mplug_cp.wraps import around_attention
 
-        if self._divides_documents and model.plan.streams:
-            raise UsageError(
-                "parallel.cp.divide=documents does not support models with streams, whose rows join the tokens at "
-                "places that are known before the division; set parallel.cp.divide=sequence"
-            )
         return [*around_attention(run, self.config), *around_mixers(run, self.config)]
 
     @hookimpl

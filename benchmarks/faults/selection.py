@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mutants import Mutant
+from mutants import Mutant, functions_in
 from records import TREE
 from run import BETWEEN
-from workspace import Recorded, function_lines
+from workspace import Recorded, digest, function_lines
 
 BATCHES = (12.0, 30.0, 60.0)
 """Predicted seconds of tests in the first pytest sessions of a mutant; further sessions are like the last of these."""
@@ -18,17 +18,22 @@ BATCHES = (12.0, 30.0, 60.0)
 
 @dataclass(frozen=True)
 class Coverage(Recorded):
-    """Which tests execute which lines of the mutated files."""
+    """Which tests execute which lines and functions of the mutated files."""
 
     def executing(self, mutant: Mutant, source: str) -> list[int]:
-        """The numbers of the tests that execute the mutated statement.
+        """The numbers of the tests that execute the mutated statement, or its function if the file was edited since.
 
-        If it runs only while no test does (at an import, in a fixture of a session), those that execute the file.
+        If it runs only while no test does (at an import, in a fixture of a session), those that execute the file. The
+        same for a function that is new.
         """
-        lines = self.files.get(mutant.file, {"lines": {}})["lines"]
-        found = {number for line in mutant.lines for number in lines.get(str(line), ())}
-        if found and not self._tests(found):
-            found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
+        held = self.files.get(mutant.file, {"digest": "", "lines": {}, "functions": {}})
+        lines, functions = held["lines"], held["functions"]
+        if held["digest"] == digest(TREE / mutant.file):
+            found = {number for line in mutant.lines for number in lines.get(str(line), ())}
+            if found and not self._tests(found):
+                found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
+        else:
+            found = {*functions.get(mutant.name.split("::")[1], [one for many in functions.values() for one in many])}
         return sorted(self._beside(self._tests(found), "@cache\n" in source))
 
     def _tests(self, numbers: Iterable[int]) -> set[int]:
@@ -72,6 +77,44 @@ class Coverage(Recorded):
                 batch, total, bound = [], 0.0, next(bounds, bound)
         if batch:
             yield batch
+
+
+def add_functions(held: dict[str, Any], tree: Path) -> None:
+    """Add to a map of lines which tests execute which functions: their names outlive edits of a file."""
+    for file, entry in held["files"].items():
+        entry["functions"] = {
+            name: sorted({number for line in lines for number in entry["lines"].get(str(line), ())})
+            for name, lines in functions_in((tree / file).read_bytes()).items()
+        }
+
+
+def merged(held: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """A map with the tests of a later one, which replace those of the same names. Lines of edited files are dropped."""
+    tests = list(dict.fromkeys([*held["tests"], *added["tests"]]))
+    seconds = dict(zip(held["tests"], held["seconds"], strict=True))
+    seconds |= dict(zip(added["tests"], added["seconds"], strict=True))
+    numbers, again = {test: number for number, test in enumerate(tests)}, {*added["tests"]} - {BETWEEN}
+
+    def table(of_file: str, kind: str) -> dict[str, list[int]]:
+        found = dict[str, set[int]]()
+        for one in (held, added):
+            entry = one["files"].get(of_file)
+            if entry is None or (kind == "lines" and entry["digest"] != added["files"][of_file]["digest"]):
+                continue
+            for key, executing in entry[kind].items():
+                names = {one["tests"][number] for number in executing} - (again if one is held else set())
+                found.setdefault(str(key), set()).update(numbers[name] for name in names)
+        return {key: sorted(values) for key, values in found.items()}
+
+    return {
+        "tests": tests,
+        "seconds": [seconds[test] for test in tests],
+        "failed": sorted({*held["failed"]} - again | {*added["failed"]}),
+        "files": {
+            file: {"digest": entry["digest"], "lines": table(file, "lines"), "functions": table(file, "functions")}
+            for file, entry in added["files"].items()
+        },
+    }
 
 
 @cache

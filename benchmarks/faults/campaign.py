@@ -173,11 +173,12 @@ def table(options: argparse.Namespace) -> None:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Write the tests that kill the mutants of this tree, and the mutants that survive, to `killers.jsonl`."""
+    """Write the tests that kill the mutants of this tree to `killers.jsonl`."""
+    outcomes = ("killed", "survived") if options.survivors else ("killed",)
     kept = {entry["mutant"]: entry for entry in read_results(KILLERS)}
     for path in options.results:
         for result in read_results(path):
-            if result.get("outcome") in ("killed", "survived"):
+            if result.get("outcome") in outcomes:
                 facts = {"how": "survives", "by": ""} | result
                 kept[result["mutant"]] = {key: facts[key] for key in ("mutant", "change", "how", "by", "seconds")}
     changes = {mutant.name: mutant.change for mutant in mutants_of(TREE)}
@@ -236,7 +237,11 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--grace", type=float, default=15.0, help="seconds after which a test hangs, and beyond:")
     added.add_argument("--patience", type=float, default=5.0, help="multiple of its recorded seconds (default: 5)")
     for function in (table, keep):
-        command(function).add_argument("results", type=Path, nargs="+")
+        added = command(function)
+        added.add_argument("results", type=Path, nargs="+")
+        if function is keep:
+            survivors = "also the mutants that survive all tests of the map: only if the map is of all quick tests"
+            added.add_argument("--survivors", action="store_true", help=survivors)
     command(again, "tests", "only", "sample")
     return parser
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILING
 from mplug_rollouts.loader import RolloutLoader
 from mplug_rollouts.sources import forget_after
 
@@ -165,8 +166,7 @@ WITHOUT_PARTS = "parallel.tp.sequence_parallel=false"
 LAYOUTS = ["dp2", "zero2", f"tp2 {WITHOUT_PARTS}", "fsdp2", "pp2", f"tp2pp2 {WITHOUT_PARTS}", "fsdp2pp2"]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize("changes", [{}, {"trainer.compile": "aot_eager"}, {"data.gather": "units"}], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.wide("layouts")

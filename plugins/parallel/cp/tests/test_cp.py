@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
+import torch.distributed as dist
 from layout_runs import assert_refused, difference_of
 from layout_words import COMPILING
+from mplug_cp.wraps import _around_joins
 from torch import Tensor
 
 from mplug import contiguous
@@ -94,6 +97,20 @@ def test_the_gradients_over_cp_are_summed_while_backward_runs() -> None:
     by_dp, by_host = ({"parallel.layout": "cp2", "data.name": "mock", "parallel.data": data} for data in ("dp", None))
     assert run_workers(2, summed_beside_backward, by_dp) == [{"cp", "dp"}] * 2
     assert run_workers(2, summed_beside_backward, by_host) == [set()] * 2
+
+
+def joined(settings: dict[str, Any]) -> tuple[list[float], float]:
+    """Be one rank with a row of its number: the rows that it joins, and its row's gradient, weighted by ranks."""
+    run = tiny_run(settings)
+    (gather, _), rank = _around_joins(run), torch.tensor([[float(dist.get_rank())]], requires_grad=True)
+    rows = gather.wrap(lambda row: 10 * row)(rank)
+    (rows * (1 + rank.detach())).sum().backward()
+    return rows[0].tolist(), float(rank.grad)
+
+
+def test_the_rows_of_a_stream_are_gathered_from_the_ranks_that_share_its_segments_and_their_gradients_summed() -> None:
+    found = run_workers(4, joined, {"parallel.layout": "dp2cp2"})
+    assert sorted(found) == [([0.0, 10.0], 30.0)] * 2 + [([20.0, 30.0], 70.0)] * 2
 
 
 def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:

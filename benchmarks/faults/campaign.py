@@ -46,7 +46,7 @@ from records import (
 )
 from run import map_of
 from selection import Coverage, add_functions, merged
-from slots import copied, environment_of, verify
+from slots import IGNORED, copied, environment_of, verify
 from trials import Campaign, drive
 from workspace import HERE, outcome_of
 
@@ -82,7 +82,7 @@ def record(options: argparse.Namespace) -> None:
         report, output = folder / "report.jsonl", folder / "output.txt"
         variables = {"MPLUG_RECORD": str(lines), "MPLUG_RECORD_TREE": str(copy), "MPLUG_FAULTS_REPORT": str(report)}
         command = [options.python, "-m", "pytest", "-q", "-p", "mplug_faults_plugin", "-p", "no:cacheprovider"]
-        command += ["-n", str(options.jobs), f"--basetemp={folder / 'tests'}", *options.pytest]
+        command += ["-n", str(options.jobs), f"--basetemp={folder / 'tests'}", *IGNORED, *options.pytest]
         environment = environment_of(copy, [str(boot)]) | variables
         with output.open("w") as out, suppress(subprocess.TimeoutExpired):
             subprocess.run(command, cwd=copy, env=environment, stdout=out, stderr=out, timeout=options.budget)

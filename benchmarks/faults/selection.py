@@ -26,15 +26,18 @@ class Coverage(Recorded):
         If it runs only while no test does (at an import, in a fixture of a session), those that execute the file. The
         same for a function that is new.
         """
+        return sorted(self._beside(self._itself(mutant, source), "@cache\n" in source))
+
+    def _itself(self, mutant: Mutant, source: str) -> set[int]:
         held = self.files.get(mutant.file, {"digest": "", "lines": {}, "functions": {}})
         lines, functions = held["lines"], held["functions"]
-        if held["digest"] == digest(TREE / mutant.file):
-            found = {number for line in mutant.lines for number in lines.get(str(line), ())}
-            if found and not self._tests(found):
-                found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
-        else:
-            found = {*functions.get(mutant.name.split("::")[1], [one for many in functions.values() for one in many])}
-        return sorted(self._beside(self._tests(found), "@cache\n" in source))
+        if held["digest"] != digest(TREE / mutant.file):
+            found = functions.get(mutant.name.split("::")[1], [one for many in functions.values() for one in many])
+            return self._tests(found)
+        found = {number for line in mutant.lines for number in lines.get(str(line), ())}
+        if found and not self._tests(found):
+            found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
+        return self._tests(found)
 
     def _tests(self, numbers: Iterable[int]) -> set[int]:
         return {one for one in numbers if self.tests[one] != BETWEEN and self.tests[one] not in self.failed}
@@ -52,9 +55,11 @@ class Coverage(Recorded):
     def ordered(self, numbers: Iterable[int], kills: "Kills", mutant: Mutant) -> list[int]:
         """Tests in the order in which they are tried.
 
-        The best killers of the function's and of the file's mutants come first. Then cheap tests, but of the cases of
-        one parametrized test each further one counts as dearer: they mostly fail together.
+        The best killers of the function's and of the file's mutants come first. Then tests that execute the statement
+        themselves, the cheap ones first, but of the cases of one parametrized test each further one counts as dearer:
+        they mostly fail together. Then tests that share what others compute.
         """
+        itself = self._itself(mutant, (TREE / mutant.file).read_text())
         numbers = sorted(numbers, key=lambda number: (self.seconds[number], number))
         cases, cost = Counter[str](), dict[int, float]()
         for number in numbers:
@@ -62,7 +67,7 @@ class Coverage(Recorded):
             cases[function] += 1
             cost[number] = (self.seconds[number] + 0.02) * cases[function]
         best = [number for number in kills.best(mutant, self.tests) if number in cost][:6]
-        rest = sorted(cost.keys() - set(best), key=lambda number: (cost[number], number))
+        rest = sorted(cost.keys() - set(best), key=lambda number: (number not in itself, cost[number], number))
         return [*best, *rest]
 
     def batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:

@@ -12,6 +12,7 @@ import safetensors.torch
 import tiny_models
 import torch
 from click.testing import CliRunner
+from tiny_runs import position_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -108,15 +109,9 @@ EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, **HALF}
 # Checkpoints.
 
 
-def position_of(settings: dict[str, Any], directory: Path) -> Position:
-    run = as_rank(prepare(tiny_config({**FP64, **settings}), directory=directory))
-    run.device = "cpu"
-    return Position(run, build(run))
-
-
 def begun(settings: dict[str, Any], directory: Path) -> None:
     """Be one rank that saves after three steps."""
-    position = position_of(settings, directory)
+    position = position_of({**FP64, **settings}, directory)
     for number in range(1, 4):
         position.run.step = number
         step(position.parts, number)
@@ -251,10 +246,10 @@ def test_a_resumed_run_keeps_its_average(tmp_path: Path) -> None:
     begun(HALF, tmp_path)
     path = newest(tmp_path / "checkpoints")
     assert path is not None
-    other = position_of({"optimizer.average": {"decay": 0.75}}, tmp_path)
+    other = position_of({**FP64, "optimizer.average": {"decay": 0.75}}, tmp_path)
     with pytest.raises(UsageError, match=r"optimizer\.average.*0\.5.*0\.75"):
         other.load(other.choose(path))
-    without = position_of({}, tmp_path)
+    without = position_of(FP64, tmp_path)
     with pytest.raises(UsageError, match=r"optimizer\.average"):
         without.load(without.choose(path))
     without.load(without.choose(path), ("optimizer.average",))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from layout_words import COMPILING
 from library_models import V, batch, built
 from tiny_models import LATENT_EXPERTS
 from torch._dynamo.backends.common import aot_autograd
@@ -83,8 +84,7 @@ def sums_of(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.wide("compile")
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 def test_a_compiled_unit_is_one_graph_that_puts_into_sinks_what_eager_code_does(family: str, tied: bool) -> None:
     settings = {**SHAPE, **FAMILIES[family], **({"tie_embeddings": tied} if family != "gpt-oss" else {})}
     torch.compiler.reset()

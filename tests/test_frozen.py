@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from mplug_explain.command import command as explain
 from mplug_gpt import GPT
 from pydantic import Field
+from tiny_runs import position_of
 from torch import Tensor
 
 from mplug import UsageError
@@ -29,7 +30,6 @@ from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import (
     EXACT,
-    as_rank,
     difference,
     rounding_bound,
     tiny_config,
@@ -218,17 +218,9 @@ def test_a_stage_without_backward_remembers_no_forward_pass() -> None:
 
 # Checkpoints: the set `pairs` resumes under other layouts.
 
-SMALL = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.precision": "fp64"}
-
 
 def saved(directory: Path) -> Path:
     return newest(directory / "checkpoints")
-
-
-def position_of(settings: dict[str, Any], directory: Path) -> Position:
-    run = as_rank(prepare(tiny_config({**SMALL, "trainer.precision": "fp32", **settings}), directory=directory))
-    run.device = "cpu"
-    return Position(run, build(run))
 
 
 def stepped(position: Position) -> Position:

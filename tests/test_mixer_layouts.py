@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import difference_of
+from layout_words import COMPILING
 from scanning import HEADS, HYBRID, LLAMA, SCANS
 from tiny_models import TABLES, of_model
 from torch import Tensor
@@ -35,8 +36,7 @@ BY_DOCUMENTS = "parallel.cp.method=all_gather parallel.cp.divide=documents paral
 
 
 @pytest.mark.wide("layouts", quick=["cp2-hybrid-never"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize("compiled", ["never", "aot_eager"])
 @pytest.mark.parametrize("settings", [HYBRID, SCANS], ids=["hybrid", "scans"])
 @pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2tp2", "cp2pp2", "cp2fsdp2"])
@@ -90,11 +90,17 @@ FAMILIES = {"qwen": QWEN, "granite": GRANITE, "nemotron": NEMOTRON, "kimi-linear
 OF_FAMILIES = ("tp2", "tp4", "pp2", "cp2", "cp4", "zero2", "fsdp2", "ep2", "tp2cp2", "cp2pp2")
 
 
-@pytest.mark.wide("layouts")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", OF_FAMILIES)
-def test_published_hybrids_train_under_every_layout_as_one_process(layout: str, family: str) -> None:
-    require_parity(FAMILIES[family], layout)
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param("", marks=pytest.mark.wide("layouts"), id="eager"),
+        pytest.param(COMPILED, marks=[pytest.mark.wide("compile"), COMPILING], id="compiled"),
+    ],
+)
+def test_published_hybrids_train_under_every_layout_as_one_process(compiled: str, layout: str, family: str) -> None:
+    require_parity(FAMILIES[family], f"{layout} {compiled}".strip())
 
 
 ONE_GROUP = {**GRANITE, "model.linear_num_key_heads": 1}
@@ -111,25 +117,14 @@ ONE_GROUP = {**GRANITE, "model.linear_num_key_heads": 1}
         pytest.param(f"tp2 {COMPILED}", marks=pytest.mark.wide("compile")),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 def test_ranks_that_share_a_group_of_mamba_2_train_as_in_one_process(layout: str) -> None:
     """The one group of a published Granite 4: ranks have copies of B and C, and their norms add up squares."""
     require_parity(ONE_GROUP, layout)
 
 
 @pytest.mark.wide("compile")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", OF_FAMILIES)
-def test_compiled_units_of_published_hybrids_train_as_in_one_process(layout: str, family: str) -> None:
-    require_parity(FAMILIES[family], f"{layout} {COMPILED}")
-
-
-@pytest.mark.wide("compile")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize("layout", [one for one in OF_FAMILIES if one != "ep2"])
 def test_compiled_units_with_scans_train_as_in_one_process(layout: str) -> None:
     require_parity(SCANS, f"{layout} {COMPILED}")

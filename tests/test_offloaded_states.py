@@ -10,18 +10,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from mplug_explain.command import command as explain
+from tiny_runs import position_of
 from torch import Tensor
 
 from mplug import UsageError
 from mplug.contracts.optimizer import ShapedState, tensors_of
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model
-from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
-from mplug_saving.position import Position
-from mplug_testing.harness import as_rank, tiny_config, tiny_run
+from mplug_testing.harness import tiny_run
 from mplug_updates.offloaded_optimizer import OffloadedOptimizer, chunks_of
 
 SMALL: dict[str, Any] = {"optimizer.offload": {"chunk": 10_000}}
@@ -92,12 +91,6 @@ def test_chunks_are_neighbours_of_the_given_size() -> None:
 
 
 # Checkpoints.
-
-
-def position_of(settings: dict[str, Any], directory: Path) -> Position:
-    quick = {"trainer.eval_every": 0, "checkpoint.asynchronous": False}
-    run = as_rank(prepare(tiny_config({**quick, **settings}), directory=directory))
-    return Position(run, build(run))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["then on the device", "then offloaded"])

@@ -15,21 +15,20 @@ from click.testing import CliRunner
 from mplug_adamw import AdamW
 from mplug_explain.command import command as explain
 from pydantic import Field
+from tiny_runs import position_of
 from torch import Tensor
 
 from mplug import UsageError, hookimpl
 from mplug.model.build import build_model
 from mplug.model.single_optimizer import build_optimizer
 from mplug.registry.entry_points import Registry
-from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.training.assembly import build
 from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
-from mplug_saving.position import Position
 from mplug_settings import config_schema
 from mplug_testing import run_workers
-from mplug_testing.harness import EXACT, as_rank, logical, owned_values, tiny_config, tiny_run
+from mplug_testing.harness import EXACT, logical, owned_values, tiny_config, tiny_run
 from mplug_testing.parity import require_parity, trained_once
 
 EMBEDDING: dict[str, Any] = {"match": "embedding", "lr_scale": 0.1, "weight_decay_scale": 0.0}
@@ -95,7 +94,9 @@ def test_an_optimizer_that_keeps_something_for_the_whole_run_is_refused(monkeypa
         return {}
 
     monkeypatch.setattr(AdamW, "state", hookimpl(state), raising=False)
-    assert "an optimizer for each group, and optimizers/adamw keeps something" in refusal(GROUPS)
+    of_a_group = {"optimizer.name": "sgd", "optimizer.groups": [ADAMW]}
+    for settings in (GROUPS, of_a_group):
+        assert "an optimizer for each group, and optimizers/adamw keeps something" in refusal(settings)
     build_model(tiny_run({}))
 
 
@@ -266,28 +267,12 @@ def test_a_decay_that_grows_from_zero_is_no_factor_for_a_group() -> None:
     build_model(tiny_run(zero))
 
 
-def test_an_optimizer_of_a_group_that_keeps_something_for_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def state(self: AdamW) -> dict[str, Any]:
-        return {}
-
-    monkeypatch.setattr(AdamW, "state", hookimpl(state), raising=False)
-    settings = {"optimizer.name": "sgd", "optimizer.groups": [ADAMW]}
-    assert "an optimizer for each group, and optimizers/adamw keeps something" in refusal(settings)
-
-
 def test_the_record_names_the_optimizers_of_groups() -> None:
     named = [one["plugin"] for one in provenance(tiny_run(MIXED))["plugins"]]
     assert {"optimizers/muon", "optimizers/adamw", "optimizers/soap", "optimizers/adafactor"} <= set(named)
 
 
 # Checkpoints and reports.
-
-
-def position_of(settings: dict[str, Any], directory: Path) -> Position:
-    quick = {"trainer.eval_every": 0, "checkpoint.asynchronous": False}
-    run = as_rank(prepare(tiny_config({**quick, **settings}), directory=directory))
-    run.device = "cpu"
-    return Position(run, build(run))
 
 
 def test_a_checkpoint_is_read_with_the_same_groups_and_with_others_if_the_user_allows_it(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_all_stages_by_number_and_a_whole_axis_are_the_same_ranks() -> None:
     named, whole = (Grouping(("pp", "tp"), (3, 2), (stages, 2)).of(4) for stages in ((0, 1, 2), 3))
     assert (named, hash(named)) == (whole, hash(whole))
     assert Ranks.of(1, [(0, 4)]) == Ranks.of(1, [range(0, 8, 4)])
+    assert Grouping(("dp", "tp"), (2, 3), (2, 3)).of(4) == Grouping(("dp",), (6,), (6,)).of(4)
 
 
 def test_without_an_axis_ranks_share_their_index_along_it() -> None:

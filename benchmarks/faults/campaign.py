@@ -8,19 +8,16 @@
     python benchmarks/faults/campaign.py again --jobs 2
 
 `mutants.py` makes the mutants of the tree that this file belongs to. `record` runs the quick tests once and writes
-which tests execute which lines of the mutated files. `run` plants each mutant in a copy of the tree and runs the tests
-that execute the mutated statement, until one fails: first those that have killed other mutants of the function and of
-the file, then the quickest. A test that fails without the mutant, too, does not count. Each mutant appends a line of
-JSON; `run` goes on where it was stopped. `table` counts, `keep` writes the killers to `killers.jsonl`, and `again` runs
-each killer for its mutant.
-
+which tests execute which lines and functions of the mutated files; further tests are added to the same map. `run`
+plants each mutant in a copy of the tree and runs the tests that execute the mutated statement, until one fails: first
+those that have killed other mutants of the function and of the file, then the quickest. A test that fails without the
+mutant, too, does not count. Each mutant appends a line of XX
 `record` and `run` need no environment in the tree: `--python` names an interpreter with torch, pytest and pytest-xdist
 that finds the metadata of mplug and its plugins. Linux only.
 """
 
 import argparse
 import json
-import queue
 import random
 import subprocess
 import sys
@@ -34,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from mutants import Mutant, mutants_of
+from recorder import FILES
 from records import (
     KILLED,
     KILLERS,
     SEED,
-    SESSION,
     SURVIVES,
     TREE,
-    caught,
     equivalents,
     read_results,
     recorded,
@@ -49,12 +45,10 @@ from records import (
     verdicts,
 )
 from run import map_of
-from selection import Coverage, Kills
-from slots import Slot, Stopped, copied, environment_of, verify
-from workspace import HERE, Outcome, digest, outcome_of
-
-SETTLED = ("killed", "survived", "not executed")
-
+from selection import Coverage, add_functions, merged
+from slots import IGNORED, copied, environment_of, verify
+from trials import Campaign, drive
+from workspace import HERE, outcome_of
 
 # list
 
@@ -72,13 +66,14 @@ def list_(options: argparse.Namespace) -> None:
 
 
 def record(options: argparse.Namespace) -> None:
-    """Run the quick tests once under the recorder."""
+    """Run the quick tests once under the recorder; a map that exists keeps what it knows of other tests."""
     files = sorted({mutant.file for mutant in mutants_of(TREE)})
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         copy, lines, boot = copied(TREE, folder), folder / "lines", folder / "boot"
         lines.mkdir()
         boot.mkdir()
+        (lines / FILES).write_text("\n".join(files))
         verify(options.python, copy)
         for source in ("plugin", "recorder"):
             (boot / f"mplug_faults_{source}.py").write_bytes((HERE / f"{source}.py").read_bytes())
@@ -87,7 +82,7 @@ def record(options: argparse.Namespace) -> None:
         report, output = folder / "report.jsonl", folder / "output.txt"
         variables = {"MPLUG_RECORD": str(lines), "MPLUG_RECORD_TREE": str(copy), "MPLUG_FAULTS_REPORT": str(report)}
         command = [options.python, "-m", "pytest", "-q", "-p", "mplug_faults_plugin", "-p", "no:cacheprovider"]
-        command += ["-n", str(options.jobs), f"--basetemp={folder / 'tests'}", *options.pytest]
+        command += ["-n", str(options.jobs), f"--basetemp={folder / 'tests'}", *IGNORED, *options.pytest]
         environment = environment_of(copy, [str(boot)]) | variables
         with output.open("w") as out, suppress(subprocess.TimeoutExpired):
             subprocess.run(command, cwd=copy, env=environment, stdout=out, stderr=out, timeout=options.budget)
@@ -96,6 +91,9 @@ def record(options: argparse.Namespace) -> None:
         outcome = outcome_of(0, report, output.read_text(errors="replace"))
         print(outcome.output[-6000:])
         held = map_of(lines, copy, copy, files, outcome.seconds, [*outcome.failed, *outcome.unfinished])
+        add_functions(held, copy)
+    if options.map.exists():
+        held = merged(json.loads(options.map.read_text()), held)
     options.map.write_text(json.dumps(held, separators=(",", ":")) + "\n")
     print(f"{len(held['tests'])} tests, {len(held['failed'])} of them failed -> {options.map}")
 
@@ -103,53 +101,15 @@ def record(options: argparse.Namespace) -> None:
 # run
 
 
-class Campaign:
-    """The mutants still to try, shared by the threads that drive the slots."""
-
-    def __init__(self, options: argparse.Namespace, mutants: Sequence[Mutant], coverage: Coverage) -> None:
-        self.options, self.coverage = options, coverage
-        results = read_results(options.out)
-        self.last = {result["mutant"]: result for result in results if "mutant" in result}
-        self.kills = Kills(self.last.values())
-        self.sound = {result["test"]: result["sound"] for result in results if "test" in result}
-        self.lock = threading.Lock()
-        self.waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-        self.number = 0
-        left = [mutant for mutant in mutants if self.last.get(mutant.name, {}).get("outcome") not in SETTLED]
-        random.Random(SEED).shuffle(left)
-        for mutant in sorted(left, key=lambda mutant: mutant.name in self.last):  # the difficult ones come last
-            self.waiting.put(mutant)
-        print(f"{len(mutants)} mutants, {len(left)} of them to try", flush=True)
-
-    def append(self, **result: Any) -> None:
-        """Write a line of results."""
-        with self.lock:
-            with self.options.out.open("a") as out:
-                out.write(json.dumps(result) + "\n")
-            if "mutant" in result:
-                self.number += 1
-                if result.get("how") == "failure":
-                    self.kills.count(result["mutant"], result["by"])
-                shown = f"{result['outcome']:12} {result['seconds']:6.1f} s  {result['mutant']}"
-                print(f"{self.number:5} {shown}  {result.get('by', '')}", flush=True)
-            else:
-                self.sound[result["test"]] = result["sound"]
-                if not result["sound"]:
-                    print(f"{'':6}fails without a mutant, too: {result['test']}", flush=True)
-
-
 def run(options: argparse.Namespace) -> None:
     """Plant each mutant in turn, and write which test kills it."""
     stop_at = time.monotonic() + options.budget
-    coverage, mutants = Coverage.read(options.map), _chosen(options)
-    for file in sorted({mutant.file for mutant in mutants} & coverage.files.keys()):
-        if coverage.files[file]["digest"] != digest(TREE / file):
-            sys.exit(f"'{file}' has changed since '{options.map}' was recorded; record again")
-    campaign = Campaign(options, mutants, coverage)
+    mutants = _chosen(options)
+    campaign = Campaign(options, mutants, Coverage.read(options.map))
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         verify(options.python, copied(TREE, Path(folder).resolve()))
         threads = [
-            threading.Thread(target=_drive, args=(campaign, Path(folder).resolve() / f"slot{number}", stop_at))
+            threading.Thread(target=drive, args=(campaign, Path(folder).resolve() / f"slot{number}", stop_at))
             for number in range(options.jobs)
         ]
         for thread in threads:
@@ -160,140 +120,25 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _chosen(options: argparse.Namespace) -> Sequence[Mutant]:
-    listed = set() if options.equivalent else equivalents()
-    mutants = [mutant for mutant in mutants_of(TREE) if mutant.name not in listed]
+    left_out = set() if options.equivalent else equivalents()
+    if options.undecided:
+        left_out |= {mutant.name for mutant, _ in recorded()[0]}
+    mutants = [mutant for mutant in mutants_of(TREE) if mutant.name not in left_out]
     if options.names:
         names = set(options.names.read_text().split())
         mutants = [mutant for mutant in mutants if mutant.name in names]
-    mutants = [mutant for mutant in mutants if all(word in mutant.name for word in options.only)]
-    return mutants if options.sample is None else random.Random(SEED).sample(mutants, options.sample)
+    mutants = interleaved([mutant for mutant in mutants if all(word in mutant.name for word in options.only)])
+    part, of = options.slice
+    return mutants[part::of][: options.sample]
 
 
-def _drive(campaign: Campaign, folder: Path, stop_at: float) -> None:
-    """Try mutants in one slot until none is left, or the time is over."""
-    options, attempt, slot = campaign.options, 0, None
-    try:
-        while time.monotonic() < stop_at:
-            try:
-                mutant = campaign.waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                slot = slot or Slot(TREE, folder.with_name(f"{folder.name}-{attempt}"), options.python, stop_at)
-                Trial(slot, mutant, campaign).run()
-            except Stopped:
-                return
-            except Exception as error:  # a mutant can damage a slot: the next one gets a new one
-                campaign.append(mutant=mutant.name, outcome="broken", seconds=0.0, said=repr(error)[-500:])
-                if slot is not None:
-                    slot.close()
-                attempt, slot = attempt + 1, None
-    finally:
-        if slot is not None:
-            slot.close()
-
-
-class Trial:
-    """One mutant in one slot."""
-
-    def __init__(self, slot: Slot, mutant: Mutant, campaign: Campaign) -> None:
-        self.slot, self.mutant, self.campaign = slot, mutant, campaign
-        self.options, self.coverage = campaign.options, campaign.coverage
-        self.source = (TREE / mutant.file).read_bytes()
-        self.passed: list[int] = list(campaign.last.get(mutant.name, {}).get("passed", ()))
-        self.began = time.monotonic()
-
-    def run(self) -> None:
-        """Run tests until one kills the mutant, none is left, or the mutant's time is over; write the result."""
-        executing = self.coverage.executing(self.mutant, self.source.decode())
-        if not executing:
-            return self._write("not executed")
-        left = set(executing) - set(self.passed)
-        try:
-            while left and time.monotonic() - self.began < self.options.limit:
-                order = self.coverage.ordered(self._sound(left), self.campaign.kills, self.mutant)
-                batch = next(self.coverage.batches(order), [])
-                if not batch:
-                    break
-                if self._killed(batch):
-                    return None
-                left -= {*batch}
-        except Stopped:
-            self._write("unfinished", num_tests=len(executing), passed=self.passed)
-            raise
-        outcome = "unfinished" if self._sound(left) else "survived"
-        return self._write(outcome, num_tests=len(executing), passed=self.passed)
-
-    def _sound(self, numbers: Iterable[int]) -> set[int]:
-        return {number for number in numbers if self.campaign.sound.get(self.coverage.tests[number], True)}
-
-    def _killed(self, batch: list[int]) -> bool:
-        """Run tests; whether one has killed the mutant. Those that pass are noted."""
-        left = list(batch)
-        while left:
-            tests = [self.coverage.tests[number] for number in left]
-            slowest = max(self.coverage.seconds[number] for number in left)
-            outcome = self._with_mutant(tests, slowest)
-            how, by = caught(outcome)
-            if by is None:
-                self.passed += left
-                return False
-            if self._stands_without(by, tests) and self._fails_alone(how, by, tests):
-                said = _last_words(outcome) if how != "time-out" else ""
-                self._write("killed", how=how, by=by, said=said)
-                return True
-            done = {number for number in left if self.coverage.tests[number] in outcome.seconds}
-            if how == "error" or not done:
-                return False
-            self.passed += [number for number in done if self.coverage.tests[number] != by]
-            left = [number for number in left if number not in done]
-        return False
-
-    def _with_mutant(self, tests: Sequence[str], slowest: float) -> Outcome:
-        self.slot.put(self.mutant.file, self.mutant.applied(self.source))
-        try:
-            return self._session(tests, slowest)
-        finally:
-            self.slot.put(self.mutant.file, self.source)
-
-    def _fails_alone(self, how: str, by: str, tests: Sequence[str]) -> bool:
-        """Whether a test that has failed after others fails with the mutant alone, too: others may disturb it."""
-        if how != "failure" or "::" not in by or by == tests[0]:
-            return True
-        number = self.coverage.tests.index(by) if by in self.coverage.tests else None
-        seconds = 30.0 if number is None else self.coverage.seconds[number]
-        return caught(self._with_mutant([by], seconds))[1] is not None
-
-    def _session(self, tests: Sequence[str], slowest: float) -> Outcome:
-        listed = self.slot.folder / "arguments.txt"
-        listed.write_text("".join(f"{test}\n" for test in tests))
-        patience = self.options.grace + self.options.patience * slowest
-        return self.slot.pytest("-x", "-q", *self.options.pytest, f"@{listed}", patience=patience)
-
-    def _stands_without(self, by: str, tests: Sequence[str]) -> bool:
-        """Whether the test that has failed passes without the mutant. Of a session, whether its tests are collected."""
-        if by == SESSION:
-            outcome = self.slot.pytest("-q", "--collect-only", *self.options.pytest, *dict.fromkeys(tests))
-            return outcome.status == 0
-        if by not in self.campaign.sound:
-            known = {test: self.coverage.seconds[number] for number, test in enumerate(self.coverage.tests)}
-            outcome = self._session([by], known.get(by, 30.0)) if "::" in by else self._collected(by)
-            self.campaign.append(test=by, sound=outcome.status == 0)
-        return bool(self.campaign.sound[by])
-
-    def _collected(self, file: str) -> Outcome:
-        return self.slot.pytest("-q", "--collect-only", *self.options.pytest, file)
-
-    def _write(self, outcome: str, **facts: Any) -> None:
-        seconds = round(time.monotonic() - self.began, 1)
-        self.campaign.append(
-            mutant=self.mutant.name, change=self.mutant.change, outcome=outcome, seconds=seconds, **facts
-        )
-
-
-def _last_words(outcome: Outcome) -> str:
-    errors = [line[1:].strip() for line in outcome.output.splitlines() if line.startswith("E  ")]
-    return errors[0][:160] if errors else outcome.output[-160:]
+def interleaved(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """Mutants in a random order with a fixed seed, in which files alternate: each has a first one before a second."""
+    seen, ranked = Counter[str](), list[tuple[int, Mutant]]()
+    for mutant in random.Random(SEED).sample(mutants, len(mutants)):
+        seen[mutant.file] += 1
+        ranked.append((seen[mutant.file], mutant))
+    return [mutant for _, mutant in sorted(ranked, key=lambda one: one[0])]
 
 
 # table and keep
@@ -328,11 +173,12 @@ def table(options: argparse.Namespace) -> None:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Write the tests that kill the mutants of this tree, and the mutants that survive, to `killers.jsonl`."""
+    """Write the tests that kill the mutants of this tree to `killers.jsonl`."""
+    outcomes = ("killed", "survived") if options.survivors else ("killed",)
     kept = {entry["mutant"]: entry for entry in read_results(KILLERS)}
     for path in options.results:
         for result in read_results(path):
-            if result.get("outcome") in ("killed", "survived"):
+            if result.get("outcome") in outcomes:
                 facts = {"how": "survives", "by": ""} | result
                 kept[result["mutant"]] = {key: facts[key] for key in ("mutant", "change", "how", "by", "seconds")}
     changes = {mutant.name: mutant.change for mutant in mutants_of(TREE)}
@@ -384,14 +230,27 @@ def _parser() -> argparse.ArgumentParser:
     added = command(run, "tests", "map", "only", "sample")
     added.add_argument("--out", type=Path, required=True, metavar="RESULTS", help="results, a line of JSON a mutant")
     added.add_argument("--names", type=Path, metavar="FILE", help="only the mutants that the file names")
+    added.add_argument("--undecided", action="store_true", help="only those without a record in killers.jsonl")
+    added.add_argument("--slice", type=_part, default=(0, 1), metavar="I/N", help="one of N equal parts, from 0 on")
     added.add_argument("--equivalent", action="store_true", help="also those that equivalent.yaml lists")
     added.add_argument("--limit", type=float, default=120.0, help="seconds for a mutant (default: 120)")
     added.add_argument("--grace", type=float, default=15.0, help="seconds after which a test hangs, and beyond:")
     added.add_argument("--patience", type=float, default=5.0, help="multiple of its recorded seconds (default: 5)")
     for function in (table, keep):
-        command(function).add_argument("results", type=Path, nargs="+")
+        added = command(function)
+        added.add_argument("results", type=Path, nargs="+")
+        if function is keep:
+            survivors = "also the mutants that survive all tests of the map: only if the map is of all quick tests"
+            added.add_argument("--survivors", action="store_true", help=survivors)
     command(again, "tests", "only", "sample")
     return parser
+
+
+def _part(word: str) -> tuple[int, int]:
+    part, _, of = word.partition("/")
+    if not (part.isdigit() and of.isdigit() and int(part) < int(of)):
+        raise argparse.ArgumentTypeError(f"'{word}' is no part such as 0/2 or 1/2")
+    return int(part), int(of)
 
 
 def main() -> None:

@@ -175,6 +175,14 @@ def _imported(tree: ast.Module) -> dict[str, str]:
     return found
 
 
+def functions_in(source: bytes) -> dict[str, range]:
+    """The names of functions, as names of mutants have them, and the lines of their bodies."""
+    return {
+        name: range(function.body[0].lineno, (function.end_lineno or function.lineno) + 1)
+        for name, function, _ in _functions(ast.parse(source), "", None)
+    }
+
+
 def _functions(
     node: ast.AST, prefix: str, owner: ast.ClassDef | None
 ) -> Iterator[tuple[str, ast.FunctionDef, ast.ClassDef | None]]:

@@ -16,11 +16,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import CodeType, ModuleType
 from typing import Any
 
 FOLDER, TREE, NOW = "MPLUG_RECORD", "MPLUG_RECORD_TREE", "MPLUG_RECORD_NOW"
 """Environment variables: where lines are written, whose lines are recorded, the file that names the running test."""
+FILES = "files.txt"
+"""The file in the folder of lines that lists the files of the tree whose lines are recorded, one in a line."""
 TRACED = "MPLUG_RECORD_TRACED" in os.environ
 """Whether coverage.py records, from Python 3.12 on too."""
 BETWEEN = "collection"
@@ -34,13 +37,13 @@ asks for the test's name before each job and writes the lines before the result 
 
 
 class _Monitored:
-    """The lines that run, by `sys.monitoring`. Only code of the tree hears of its lines, each once after `start`."""
+    """The lines that run, by `sys.monitoring`. Only code of the listed files hears of its lines, each once."""
 
     TOOL = 4
     """A number that neither a debugger nor coverage.py nor a profiler uses."""
 
-    def __init__(self, tree: str) -> None:
-        self.roots = (f"{tree}/mplug/", f"{tree}/schedules/", f"{tree}/plugins/")
+    def __init__(self) -> None:
+        self.files = _files()
         self.lines: dict[str, set[int]] = {}
 
     def start(self) -> None:
@@ -61,12 +64,12 @@ class _Monitored:
 
     def _began(self, code: CodeType, offset: int) -> Any:
         monitoring = sys.monitoring  # type: ignore[attr-defined]
-        if code.co_filename.startswith(self.roots):
+        if code.co_filename in self.files:
             monitoring.set_local_events(self.TOOL, code, monitoring.events.LINE)
         return monitoring.DISABLE
 
     def _ran(self, code: CodeType, line: int) -> Any:
-        if code.co_filename.startswith(self.roots):
+        if code.co_filename in self.files:
             self.lines.setdefault(code.co_filename, set()).add(line)
         return sys.monitoring.DISABLE  # type: ignore[attr-defined]
 
@@ -78,15 +81,11 @@ class _Monitored:
 class _Traced:
     """The lines that run, by coverage.py."""
 
-    def __init__(self, tree: str) -> None:
+    def __init__(self) -> None:
         import coverage  # once mplug's path is set up
 
         self.coverage = coverage.Coverage(
-            data_file=None,
-            config_file=False,
-            check_preimported=False,
-            include=[f"{tree}/mplug/*", f"{tree}/schedules/src/*", f"{tree}/plugins/*/*/src/*"],
-            messages=False,
+            data_file=None, config_file=False, check_preimported=False, include=sorted(_files()), messages=False
         )
         self.coverage._warn_no_data = False
         self.start, self.stop = self.coverage.start, self.coverage.stop
@@ -146,10 +145,15 @@ def _finish() -> None:
 def _begin(test: str) -> None:
     if _State.recording is not None:
         _State.recording.stop()
-    tree = os.environ[TREE]
-    _State.recording = _Monitored(tree) if sys.version_info >= (3, 12) and not TRACED else _Traced(tree)
+    _State.recording = _Monitored() if sys.version_info >= (3, 12) and not TRACED else _Traced()
     _State.recording.start()
     _State.test = test
+
+
+@cache
+def _files() -> frozenset[str]:
+    with open(os.path.join(os.environ[FOLDER], FILES)) as file:
+        return frozenset(os.path.join(os.environ[TREE], name) for name in file.read().splitlines())
 
 
 def _running_test() -> str:

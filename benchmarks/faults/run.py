@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 import yaml
+from recorder import FILES
 from workspace import (
     HERE,
     Outcome,
@@ -153,12 +154,12 @@ def _syntax_error(source: str) -> str:
 def record(options: argparse.Namespace) -> None:
     """Run the tests of a tree once under the recorder."""
     with workspace(options.tree, recorded=True) as work:
-        lines = work.folder / "lines"
+        files, lines = sorted({fault.file for fault in read_faults(options.faults, [])}), work.folder / "lines"
         lines.mkdir()
+        (lines / FILES).write_text("\n".join(files))
         variables = {"MPLUG_RECORD": str(lines), "MPLUG_RECORD_TREE": str(work.copy)}
         outcome = work.pytest("-q", *options.pytest, environment=variables)
         print(outcome.output[-2000:])
-        files = sorted({fault.file for fault in read_faults(options.faults, [])})
         _write_map(options, lines, work.copy, work.copy, files, outcome.seconds, outcome.failed)
 
 
@@ -214,7 +215,7 @@ def map_of(
         "files": {
             file: {
                 "digest": digest(sources / file),
-                "lines": {line: sorted(numbers) for line, numbers in sorted(found.get(file, {}).items())},
+                "lines": {str(line): sorted(numbers) for line, numbers in sorted(found.get(file, {}).items())},
             }
             for file in files
             if (sources / file).is_file()

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mutants import Mutant
+from mutants import Mutant, functions_in
 from records import TREE
 from run import BETWEEN
-from workspace import Recorded, function_lines
+from workspace import Recorded, digest, function_lines
 
 BATCHES = (12.0, 30.0, 60.0)
 """Predicted seconds of tests in the first pytest sessions of a mutant; further sessions are like the last of these."""
@@ -18,18 +18,26 @@ BATCHES = (12.0, 30.0, 60.0)
 
 @dataclass(frozen=True)
 class Coverage(Recorded):
-    """Which tests execute which lines of the mutated files."""
+    """Which tests execute which lines and functions of the mutated files."""
 
     def executing(self, mutant: Mutant, source: str) -> list[int]:
-        """The numbers of the tests that execute the mutated statement.
+        """The numbers of the tests that execute the mutated statement, or its function if the file was edited since.
 
-        If it runs only while no test does (at an import, in a fixture of a session), those that execute the file.
+        If it runs only while no test does (at an import, in a fixture of a session), those that execute the file. The
+        same for a function that is new.
         """
-        lines = self.files.get(mutant.file, {"lines": {}})["lines"]
+        return sorted(self._beside(self._itself(mutant, source), "@cache\n" in source))
+
+    def _itself(self, mutant: Mutant, source: str) -> set[int]:
+        held = self.files.get(mutant.file, {"digest": "", "lines": {}, "functions": {}})
+        lines, functions = held["lines"], held["functions"]
+        if held["digest"] != digest(TREE / mutant.file):
+            found = functions.get(mutant.name.split("::")[1], [one for many in functions.values() for one in many])
+            return self._tests(found)
         found = {number for line in mutant.lines for number in lines.get(str(line), ())}
         if found and not self._tests(found):
             found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
-        return sorted(self._beside(self._tests(found), "@cache\n" in source))
+        return self._tests(found)
 
     def _tests(self, numbers: Iterable[int]) -> set[int]:
         return {one for one in numbers if self.tests[one] != BETWEEN and self.tests[one] not in self.failed}
@@ -47,9 +55,11 @@ class Coverage(Recorded):
     def ordered(self, numbers: Iterable[int], kills: "Kills", mutant: Mutant) -> list[int]:
         """Tests in the order in which they are tried.
 
-        The best killers of the function's and of the file's mutants come first. Then cheap tests, but of the cases of
-        one parametrized test each further one counts as dearer: they mostly fail together.
+        The best killers of the function's and of the file's mutants come first. Then tests that execute the statement
+        themselves, the cheap ones first, but of the cases of one parametrized test each further one counts as dearer:
+        they mostly fail together. Then tests that share what others compute.
         """
+        itself = self._itself(mutant, (TREE / mutant.file).read_text())
         numbers = sorted(numbers, key=lambda number: (self.seconds[number], number))
         cases, cost = Counter[str](), dict[int, float]()
         for number in numbers:
@@ -57,7 +67,7 @@ class Coverage(Recorded):
             cases[function] += 1
             cost[number] = (self.seconds[number] + 0.02) * cases[function]
         best = [number for number in kills.best(mutant, self.tests) if number in cost][:6]
-        rest = sorted(cost.keys() - set(best), key=lambda number: (cost[number], number))
+        rest = sorted(cost.keys() - set(best), key=lambda number: (number not in itself, cost[number], number))
         return [*best, *rest]
 
     def batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
@@ -72,6 +82,44 @@ class Coverage(Recorded):
                 batch, total, bound = [], 0.0, next(bounds, bound)
         if batch:
             yield batch
+
+
+def add_functions(held: dict[str, Any], tree: Path) -> None:
+    """Add to a map of lines which tests execute which functions: their names outlive edits of a file."""
+    for file, entry in held["files"].items():
+        entry["functions"] = {
+            name: sorted({number for line in lines for number in entry["lines"].get(str(line), ())})
+            for name, lines in functions_in((tree / file).read_bytes()).items()
+        }
+
+
+def merged(held: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """A map with the tests of a later one, which replace those of the same names. Lines of edited files are dropped."""
+    tests = list(dict.fromkeys([*held["tests"], *added["tests"]]))
+    seconds = dict(zip(held["tests"], held["seconds"], strict=True))
+    seconds |= dict(zip(added["tests"], added["seconds"], strict=True))
+    numbers, again = {test: number for number, test in enumerate(tests)}, {*added["tests"]} - {BETWEEN}
+
+    def table(of_file: str, kind: str) -> dict[str, list[int]]:
+        found = dict[str, set[int]]()
+        for one in (held, added):
+            entry = one["files"].get(of_file)
+            if entry is None or (kind == "lines" and entry["digest"] != added["files"][of_file]["digest"]):
+                continue
+            for key, executing in entry[kind].items():
+                names = {one["tests"][number] for number in executing} - (again if one is held else set())
+                found.setdefault(str(key), set()).update(numbers[name] for name in names)
+        return {key: sorted(values) for key, values in found.items()}
+
+    return {
+        "tests": tests,
+        "seconds": [seconds[test] for test in tests],
+        "failed": sorted({*held["failed"]} - again | {*added["failed"]}),
+        "files": {
+            file: {"digest": entry["digest"], "lines": table(file, "lines"), "functions": table(file, "functions")}
+            for file, entry in added["files"].items()
+        },
+    }
 
 
 @cache

@@ -11,6 +11,10 @@ from mplug_testing.harness import tiny_run
 WHOLE_STREAM = "parallel.tp.sequence_parallel=false"
 RECOMPUTED = "memory.recompute.mode=full"
 COMPILED = "trainer.compile=aot_eager"
+COMPILING = pytest.mark.filterwarnings(  # torch's own, while it traces
+    "ignore:.*should not be instantiated:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
+)
+"""The mark of tests that compile units."""
 
 
 def layouts(quick: Iterable[Any], wide: Iterable[Any], mark: str = "layouts") -> list[Any]:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -15,9 +16,12 @@ from mplug.config.sources import read_assignments
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
+from mplug.training.assembly import build
 from mplug.training.loop import Ending, train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_saving.names import path_of, step_of
+from mplug_saving.position import Position
+from mplug_testing.harness import as_rank, tiny_config
 
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 
@@ -32,6 +36,14 @@ def trained(
     directory: Path, fields: Iterable[str], *changes: str, resume_from: Path | None = None, **plugins: object
 ) -> Ending:
     return train(prepared(directory, fields, *changes, **plugins), resume_from)
+
+
+def position_of(settings: dict[str, Any], directory: Path) -> Position:
+    """Be one rank: the beginning of a run on the CPU, whose checkpoints are in a folder and are saved at once."""
+    quick = {"trainer.eval_every": 0, "checkpoint.asynchronous": False}
+    run = as_rank(prepare(tiny_config({**quick, **settings}), directory=directory))
+    run.device = "cpu"
+    return Position(run, build(run))
 
 
 def metrics(directory: Path) -> list[Record]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from layout_words import COMPILING
 from mplug_lora.dropout import wraps
 
 from mplug import UsageError
@@ -91,8 +92,7 @@ def test_dora_with_dropout_of_whole_inputs_under_tp_is_that_of_one_process(layou
     require_parity({**DORA, **whole}, layout)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.wide("compile")
 def test_recomputed_attention_of_adapted_projections_compiles_to_the_eager_run() -> None:
     """Tracing creates the values, a part of the adapted projection, in the recomputed region."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILING
 from mplug_lora.modules import LowRank
 from mplug_lora.targets import Pair
 from torch import Tensor
@@ -101,8 +102,7 @@ def test_torch_counts_the_products() -> None:
 
 
 @pytest.mark.wide("compile")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 def test_compiled_blocks_add_in_place_and_compute_no_gradient_of_frozen_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Masks are those of a plain reference, with the rates that the config states, under any layout and after a resume."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from mplug_masked.loader import MaskedLoader
 from mplug_masked.masks import Masks
+from numbered_samples import assert_resumes_on_other_ranks, loader_of
 from splitmix import WORD, hashed
 
-from mplug import IGNORED, MapLoader, UsageError
+from mplug import IGNORED, UsageError
 from mplug.run.prepare import check_data
 from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
@@ -20,15 +22,7 @@ NUMBER = 10_000
 """Samples of the statistics."""
 
 
-def inner(shard: tuple[int, int] = (0, 1), micro_batch_size: int = 8) -> MapLoader:
-    """Random tokens, of which sample n is a function of n."""
-
-    def read(sample_ids: range) -> dict[str, Any]:
-        rows = [torch.randint(V, (S,), generator=torch.Generator().manual_seed(n)) for n in sample_ids]
-        tokens, ids = torch.stack(rows), torch.tensor(list(sample_ids))
-        return {"tokens": tokens, "labels": tokens, "positions": torch.arange(S)[None], "sample_ids": ids}
-
-    return MapLoader(read, vocab_size=V, shard=shard, micro_batch_size=micro_batch_size, fingerprint="f")
+inner = partial(loader_of, 0, V, S)
 
 
 def masks(**changes: Any) -> Masks:
@@ -105,14 +99,7 @@ def test_rates_are_within_the_binomial_bound_over_10000_samples() -> None:
 
 
 def test_a_resume_on_another_number_of_ranks_and_in_other_micro_batches_has_the_same_samples() -> None:
-    whole = MaskedLoader(inner(), masks())
-    list(whole.take(8))
-    saved, expected = whole.state_dict(), joined(whole.take(24))
-    ranks = [MaskedLoader(inner((rank, 3), 3), masks()) for rank in range(3)]
-    for loader in ranks:
-        loader.load_state_dict(saved)
-    found = joined(batch for loader in ranks for batch in loader.take(24))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_resumes_on_other_ranks(lambda *shard: MaskedLoader(inner(*shard), masks()), joined)
 
 
 @pytest.mark.wide("data")

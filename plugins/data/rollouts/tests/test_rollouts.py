@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILING
 from mplug_rollouts.loader import RolloutLoader
 from mplug_rollouts.sources import forget_after
 
@@ -170,8 +171,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize(
     ("layout", "backend"),
     [*((one, "never") for one in LAYOUTS), *((one, "aot_eager") for one in ("dp2", "fsdp2pp2", "tp2", "cp2"))],

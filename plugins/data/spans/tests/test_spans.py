@@ -1,5 +1,6 @@
 """Corrupted spans are those of a plain reference, with the published lengths, under any layout and after a resume."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ from mplug_spans import Spans
 from mplug_spans.corruption import Corruption
 from mplug_spans.lengths import lengths_of, longest
 from mplug_spans.loader import SpansLoader
+from numbered_samples import assert_resumes_on_other_ranks, loader_of
 from splitmix import WORD, hashed
 from torch.nn.functional import pad
 
-from mplug import IGNORED, MapLoader, UsageError
+from mplug import IGNORED, UsageError
 from mplug.model.build import build_model
 from mplug_testing.harness import tiny_run
 
@@ -23,15 +25,7 @@ N, V, LENGTH = LENGTHS.tokens, 300, 15
 SENTINELS, END, START = (310, 309, 308, 307, 306), 1, 0
 
 
-def inner(shard: tuple[int, int] = (0, 1), micro_batch_size: int = 8) -> MapLoader:
-    """Random tokens, of which sample n is a function of n."""
-
-    def read(sample_ids: range) -> dict[str, Any]:
-        rows = [torch.randint(2, V, (N,), generator=torch.Generator().manual_seed(n)) for n in sample_ids]
-        tokens, ids = torch.stack(rows), torch.tensor(list(sample_ids))
-        return {"tokens": tokens, "labels": tokens, "positions": torch.arange(N)[None], "sample_ids": ids}
-
-    return MapLoader(read, vocab_size=V, shard=shard, micro_batch_size=micro_batch_size, fingerprint="f")
+inner = partial(loader_of, 2, V, N)
 
 
 def corruption(key: tuple[int, str] = (5, "train"), **changes: Any) -> Corruption:
@@ -127,14 +121,7 @@ def test_lengths_are_the_published_ones() -> None:
 
 
 def test_a_resume_on_another_number_of_ranks_and_in_other_micro_batches_has_the_same_samples() -> None:
-    whole = spans()
-    list(whole.take(8))
-    saved, expected = whole.state_dict(), joined(whole.take(24))
-    ranks = [spans((rank, 3), 3) for rank in range(3)]
-    for loader in ranks:
-        loader.load_state_dict(saved)
-    found = joined(batch for loader in ranks for batch in loader.take(24))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected = assert_resumes_on_other_ranks(spans, joined)
     assert len(expected["places"].unique()) == expected["places"].numel()
 
 

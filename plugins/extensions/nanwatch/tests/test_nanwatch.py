@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILING
 from mplug_nanwatch.finding import Check, RankReport, sentence
 
 from mplug import hookimpl
@@ -195,8 +196,7 @@ def test_the_origin_is_named_under_a_layout(layout: str, kind: str, words: str, 
 
 
 @pytest.mark.wide("compile")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize("kind", ["transient", "program", "sample", "backward"])
 def test_the_origin_is_named_in_a_compiled_run_with_recomputation(kind: str, tmp_path: Path) -> None:
     settings = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILING
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -79,8 +80,7 @@ LAYOUTS = ("tp2", "pp2 parallel.pp.split=[3,2]", "dp2", "zero2", "fsdp2", "cp2 p
 
 
 @pytest.mark.wide("families")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

@@ -6,6 +6,7 @@ Micro batches hold 0 to 3 pictures a sample. Some micro batches have none. An im
 from typing import Any
 
 import pytest
+from layout_words import COMPILING
 
 from mplug_testing import Fault
 from mplug_testing.parity import require_parity
@@ -84,8 +85,7 @@ CASES = [
 
 
 @pytest.mark.wide("families")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**TINY, **settings}, layout)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from decoder_suites import DecoderSuite, FurtherDecoderSuite
+from layout_words import COMPILING
 from mplug_mixtral import Mixtral
 from papers import Weights, decode, gated
 from tiny_models import EXPERTS
@@ -129,8 +130,7 @@ def test_a_dense_decoder_twice_as_wide_has_the_flops_of_the_8b_preset() -> None:
 # Compiling.
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.wide("compile")
 def test_all_sparse_blocks_are_one_compiled_graph_that_gives_the_same_bits() -> None:
     more = {"model.num_layers": 4, "model.moe_router_jitter": 0.1, "model.capacity_factor": 1.0}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import seeing_runs
+from layout_words import COMPILING
 from seeing_runs import QWEN_VL, WINDOWS
 
 from mplug_testing.parity import require_parity
@@ -72,8 +73,7 @@ CASES = [  # the array `seeing` of the set `pairs` has each strategy on two rank
 
 
 @pytest.mark.wide("families", quick=["tp2pp2"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**QWEN_VL, **SEEN, "model.vision": TOWER, **settings}, layout)

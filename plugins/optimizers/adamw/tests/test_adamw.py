@@ -10,18 +10,16 @@ import torch
 from mplug_adamw import AdamW
 from mplug_adamw.quantized import FIRST, SECOND, Code
 from mplug_adamw.rounded import rounded
+from tiny_runs import position_of
 from torch import Tensor
 
 from mplug import Parameter, UsageError
 from mplug.model.build import build_model
-from mplug.run.prepare import prepare
 from mplug.tensors.random import mix
-from mplug.training.assembly import build
 from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
-from mplug_saving.position import Position
 from mplug_testing import DenseStep, OptimizerSuite, dense
-from mplug_testing.harness import as_rank, tiny_config, tiny_run
+from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
 
@@ -127,16 +125,10 @@ def test_moments_of_8_bits_cost_two_bytes_an_element_and_a_number_for_each_row_a
 @pytest.mark.parametrize("moments", ["masters", "bf16"])
 def test_codes_of_8_bits_are_no_moments_of_another_format(moments: str, tmp_path: Path) -> None:
     """Also if the user allows the change: codes have the shape of moments."""
-
-    def position_of(settings: dict[str, Any]) -> Position:
-        run = as_rank(prepare(tiny_config({"checkpoint.asynchronous": False, **settings}), directory=tmp_path))
-        run.device = "cpu"
-        return Position(run, build(run))
-
-    saved = position_of(EIGHT)
+    saved = position_of(EIGHT, tmp_path)
     saved.run.step = 1
     saved.save()
-    other = position_of({**EIGHT, "optimizer.moments": moments})
+    other = position_of({**EIGHT, "optimizer.moments": moments}, tmp_path)
     choice = other.choose(newest(saved.run.checkpoints))
     with pytest.raises(UsageError, match=r"has no optimizer state 'exp_avg' .*exp_avg_code"):
         other.load(choice, ("optimizer.moments",))

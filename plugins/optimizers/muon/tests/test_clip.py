@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from layout_words import COMPILING
 from torch import Tensor
 
 from mplug import UsageError
@@ -190,8 +191,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2tp2", "cp2pp2"])
 @pytest.mark.wide("layouts", quick=["cp2-all"])

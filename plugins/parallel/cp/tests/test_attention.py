@@ -5,7 +5,7 @@ B batch, S sequence, H query heads, G KV heads, K head dim.
 
 from collections.abc import Callable
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from mplug_cp.ring import ring_of
 from mplug_cp.wraps import by_parts
 from mplug_cp.zigzag import zigzag
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug import contiguous
-from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn import AttentionInputs, AttentionSpec, parts_of
 from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
 from mplug_testing import run_workers
 
@@ -135,6 +136,19 @@ def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[s
         assert bool(by_head) == bool(case.spec.sinks or case.spec.bias)
         for name, right in by_head.items():
             assert float((sum(found[name] for _, (_, found) in ranks) - right).abs().max()) < 1e-12, f"{case}: {name}"
+
+
+@pytest.mark.parametrize("operator_of", [ring_of, gathered_of])
+def test_a_compiler_is_told_the_shapes_of_results_and_gradients(operator_of: Callable[..., Any]) -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(B, S, heads, K, requires_grad=True) for heads in (H, 2, 2))
+        sinks = torch.empty(H, requires_grad=True)
+        operator = operator_of(parts_of(DOT_PRODUCT))
+        output, sums, *kept = operator(q, k, v, None, None, sinks, 0.7, True, None, "group")
+        gradients = torch.autograd.grad(output, (q, k, v, sinks), output)
+    assert (output.shape, sums.shape) == (q.shape, (B, H, S))
+    assert [tuple(x.shape) for x in kept] == [(2, *k.shape)] * (operator_of is ring_of), "a ring keeps the last keys"
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v, sinks)]
 
 
 @pytest.mark.parametrize(

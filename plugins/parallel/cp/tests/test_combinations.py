@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 from layout_runs import assert_refused
+from layout_words import COMPILING
 from tiny_models import DECODER
 
 from mplug_testing.parity import require_parity
 
-pytestmark = [  # torch's own, while it traces
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = COMPILING
 METHODS: dict[str, dict[str, Any]] = {
     "ring": {},
     "all_gather": {"method": "all_gather"},
@@ -75,15 +73,3 @@ def test_a_method_gives_the_run_of_one_process(kind: str, method: str, layout: s
 @pytest.mark.parametrize("kind", OF_HEADS_ALONE)
 def test_other_kinds_are_refused_where_heads_are_not_exchanged(kind: str, method: str) -> None:
     assert_refused("cp4", settings_of(method, kind), OF_HEADS_ALONE[kind], "parallel.cp.method=ulysses")
-
-
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("lengths", ["1", "2", "3", "40"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("hierarchical", "chunks")])
-def test_few_and_many_documents_give_the_run_of_one_process_compiled(lengths: str, layout: str, method: str) -> None:
-    """One document is the whole sample; forty have a token each, or a few."""
-    if (method, lengths) == ("documents", "1"):
-        pytest.skip("samples of one document have no lengths; test_cp.py shows the refusal")
-    settings = {**settings_of(method, "windows"), "data.documents": int(lengths), "trainer.compile": "aot_eager"}
-    require_parity(settings, layout)

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
+import torch.distributed as dist
 from layout_runs import assert_refused, difference_of
+from layout_words import COMPILING
+from mplug_cp.wraps import _around_joins
 from torch import Tensor
 
 from mplug import contiguous
@@ -66,34 +70,22 @@ PACKED_UNDER = [
 ]
 
 
-@pytest.mark.wide("layouts", quick=["9-cp2-documents"])
+@pytest.mark.wide("layouts", quick=["never-9-cp2-documents"])
+@COMPILING
 @pytest.mark.parametrize(("layout", "method"), PACKED_UNDER)
-@pytest.mark.parametrize("documents", [1, 2, 9, 40])
+@pytest.mark.parametrize("documents", [1, 2, 3, 9, 40])
+@pytest.mark.parametrize("compiled", ["never", "aot_eager"])
 def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_process(
-    documents: int, layout: str, method: str
+    compiled: str, documents: int, layout: str, method: str
 ) -> None:
+    """The set `pairs` has documents that stay whole beside all other features."""
     settings = {"hierarchical": HIERARCHICAL, "documents": BY_DOCUMENTS, "chunks": CHUNKS}.get(
         method, {"parallel.cp.method": method}
     )
     if method == "documents" and documents == 1:
         return assert_refused(layout, settings, "divides packed samples, and these have no document lengths")
-    return require_parity({**settings, "data.documents": documents, "trainer.seq_length": 48}, layout)
-
-
-BESIDE: dict[str, dict[str, Any]] = {
-    "cp2dp2 parallel.balance=true": {},
-    "cp2fsdp2": {},
-    "cp2zero2 parallel.zero.over=data parallel.zero.stage=2": {},
-    "cp2 memory.recompute.mode=full": {"trainer.micro_batch_size": 2},
-    "cp2pp2 parallel.pp.schedule=zb-h1": {},
-}
-"""What documents that stay whole are combined with."""
-
-
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", BESIDE)
-def test_documents_that_stay_whole_give_the_run_of_one_process_beside_others(layout: str) -> None:
-    require_parity({**DOCUMENTS, **BY_DOCUMENTS, **BESIDE[layout]}, layout)
+    packed = {"data.documents": documents, "trainer.seq_length": 48, "trainer.compile": compiled}
+    return require_parity({**settings, **packed}, layout)
 
 
 def summed_beside_backward(settings: dict[str, Any]) -> set[str]:
@@ -105,6 +97,20 @@ def test_the_gradients_over_cp_are_summed_while_backward_runs() -> None:
     by_dp, by_host = ({"parallel.layout": "cp2", "data.name": "mock", "parallel.data": data} for data in ("dp", None))
     assert run_workers(2, summed_beside_backward, by_dp) == [{"cp", "dp"}] * 2
     assert run_workers(2, summed_beside_backward, by_host) == [set()] * 2
+
+
+def joined(settings: dict[str, Any]) -> tuple[list[float], float]:
+    """Be one rank with a row of its number: the rows that it joins, and its row's gradient, weighted by ranks."""
+    run = tiny_run(settings)
+    (gather, _), rank = _around_joins(run), torch.tensor([[float(dist.get_rank())]], requires_grad=True)
+    rows = gather.wrap(lambda row: 10 * row)(rank)
+    (rows * (1 + rank.detach())).sum().backward()
+    return rows[0].tolist(), float(rank.grad)
+
+
+def test_the_rows_of_a_stream_are_gathered_from_the_ranks_that_share_its_segments_and_their_gradients_summed() -> None:
+    found = run_workers(4, joined, {"parallel.layout": "dp2cp2"})
+    assert sorted(found) == [([0.0, 10.0], 30.0)] * 2 + [([20.0, 30.0], 70.0)] * 2
 
 
 def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:

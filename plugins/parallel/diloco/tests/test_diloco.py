@@ -105,6 +105,17 @@ def test_the_bytes_of_an_exchange() -> None:
     assert bytes_sent(1024, "int4", workers=4) == 3 * (512 + 16)
 
 
+def test_a_run_says_what_the_differences_of_each_fragment_cost() -> None:
+    """Of two workers, an all-reduce in fp32 sends each number once."""
+    run = tiny_run({"parallel.layout": "diloco2", "parallel.diloco.every": 6, "parallel.diloco.fragments": 3})
+    model = build_model(run)
+    of, expected = fragments_of(model.plan, model.placements, 3), [0, 0, 0]
+    for name, parameter in model.parameters().items():
+        expected[of[name]] += 4 * parameter.numel()
+    (sent,) = (traffic for _, traffic in run.hooks.each("sends", run=run, model=model))
+    assert [(one.num_bytes, one.every) for one in sent] == [(number, 6) for number in expected]
+
+
 # Placements.
 
 

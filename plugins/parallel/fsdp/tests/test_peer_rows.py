@@ -7,7 +7,7 @@ import file_memory
 import pytest
 import torch
 from layout_runs import difference_of
-from mplug_fsdp import FullyShardedDataParallel, peer_rows, units
+from mplug_fsdp import FullyShardedDataParallel, peer_rows, peer_sums, units
 from torch import Tensor
 
 from mplug.training.assembly import build
@@ -38,6 +38,14 @@ def on_cpus() -> None:
 )
 def test_copies_give_the_run_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     assert difference_of(f"{layout} {COPIES}", settings, on_cpus) == ""
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_a_sum_may_be_in_the_memory_of_a_term_and_adds_in_its_dtype(own: int) -> None:
+    terms = [torch.tensor([one, 1.0], dtype=torch.bfloat16) for one in (256.0, 1.0, 1.0, 3.0)]
+    terms[own] = terms[own].float()
+    peer_sums._add(terms[own], terms)
+    assert terms[own].tolist() == [261.0, 4.0], "in bf16, 256 + 1 is 256"
 
 
 BF16 = {**SMALL, "trainer.precision": "bf16", "parallel.layout": "fsdp2"}

@@ -23,14 +23,3 @@ class TestPipelineParallel(ParallelSuite):
         "group": {SCHEDULE: "interleaved", "trainer.micro_batch_size": 1},
         "limit": {SCHEDULE: "zb-limited", "trainer.micro_batch_size": 1},
     }
-
-
-@pytest.mark.wide("layouts")
-class TestOtherDivisions(TestPipelineParallel):
-    checks_fields = False
-    variants = {
-        "gpipe": {SCHEDULE: "gpipe"},
-        "three-layers": {"model.num_layers": 3},
-        "units-per-stage": {"parallel.pp.split": [2, 4]},
-        "one-micro-batch": {"trainer.micro_batch_size": 8},
-    }

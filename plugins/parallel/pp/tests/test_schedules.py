@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 from layout_runs import assert_refused
+from layout_words import COMPILING
 
 from mplug_testing.parity import require_parity
 
@@ -49,8 +50,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.wide("layouts")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@COMPILING
 @pytest.mark.parametrize(("layout", "changes"), [*cases()], ids=str)
 def test_a_schedule_gives_the_run_of_one_process(layout: str, changes: Settings) -> None:
     model = {} if "model.name" in changes else TIED

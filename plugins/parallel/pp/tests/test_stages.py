@@ -86,6 +86,15 @@ def test_predicted_times_are_those_worked_out_by_hand() -> None:
     assert _times(small(), 128) == [0, *[6 * 3072 + 6 * 128 * 16] * 4, 6 * 192 * 16 + 200 * 16 * 192]
 
 
+def test_a_block_of_an_encoder_takes_the_time_of_its_own_rows() -> None:
+    """12 rows beside 16 tokens: 4 D^2 + 3 D F weights, and attention in both directions: 2 x 2 x 12^2 D, thrice."""
+    spans = {"data.name": "spans", "data.of": {"name": "mock", "vocab_size": 50}, "data.sentinels": 10}
+    spans |= {"data.end_token": 1, "data.encoder_length": 12}
+    t5 = {"model.name": "t5", "model.preset": "tiny", "model.vocab_size": 61, "model.encoder_length": 12}
+    block = 6 * (4 * 64**2 + 3 * 64 * 128) * 12 // 16 + 12 * 12**2 * 64 // 16
+    assert _times(build_model(tiny_run({**t5, **spans})), 16)[:4] == [0, block, block, 0]
+
+
 @pytest.mark.parametrize("given_counts", [(1, 5), (3, 3), (5, 1), (1, 1, 1, 3)])
 def test_a_user_may_say_how_many_units_each_stage_has(given_counts: tuple[int, ...]) -> None:
     model = small()

@@ -80,6 +80,12 @@ def test_the_peaks_are_those_of_the_papers(num_ranks: int) -> None:
         assert max(peaks["interleaved"]) == min(number, (num_ranks + 2 * (num_ranks - 1) + 1) / 2)
 
 
+@pytest.mark.parametrize("m", [3, 5])
+def test_dualpipe_v_has_the_order_of_twice_as_many_micro_batches_as_ranks_if_it_has_fewer(m: int) -> None:
+    for few, whole in zip(dualpipe_v(Shape(3, m)).rows, dualpipe_v(Shape(3, 6)).rows, strict=True):
+        assert computations(few) == tuple(action for action in computations(whole) if action.micro_batch < m)
+
+
 @pytest.mark.parametrize("limit", range(1, 9))
 def test_the_limited_schedule_stays_within_its_limit_and_uses_it(limit: int) -> None:
     for num_ranks in (2, 3, 4):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from mplug_tp.chunked import name_for
 from mplug_tp.product import OVERLAPPED
-from mplug_tp.suppliers import _with_global_heads
+from mplug_tp.suppliers import _of_own_part, _with_global_heads
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,6 +35,7 @@ from mplug_nn import (
 )
 from mplug_nn.attention import scaled_dot_product
 from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 
 B, S, D, HEADS, V = 2, 8, 16, 4, 30
 Part = Callable[[Tensor], Tensor]
@@ -298,3 +299,26 @@ def test_an_overlap_that_is_named_is_refused_beside_healing() -> None:
     run.device = "cuda"
     with pytest.raises(UsageError, match=r"parallel.tp.overlap=true waits for signals .* \(extensions/heal\)"):
         run.hooks.call.offer(run=run, model=None)
+
+
+def gathered_parts() -> list[tuple[list[float], float]]:
+    """Be one rank with a row of its number: the rows of all, and its row's gradient, weighted by ranks; for two slots.
+
+    Rows of a tower are used by each rank in its own way. What an objective needs of all positions, ranks use alike.
+    """
+    run, found = tiny_run({"parallel.layout": "dp2tp2"}), []
+    for slot in ("Join.gather", "Objective.gathered"):
+        (gather,) = (one.suppliers[slot] for one in _of_own_part(None, run.group("tp")) if slot in one.suppliers)  # type: ignore[arg-type]
+        own = torch.tensor([[float(dist.get_rank())]], requires_grad=True)
+        whole = gather(own)
+        (whole * (1 + own.detach())).sum().backward()
+        assert own.grad is not None
+        found.append((whole[0].tolist(), float(own.grad)))
+    return found
+
+
+def test_rows_are_gathered_within_a_group_and_gradients_are_those_of_all_ranks_or_of_the_own_use() -> None:
+    assert run_workers(4, gathered_parts) == [
+        [([first, first + 1.0], 2 * first + 3), ([first, first + 1.0], 1.0 + rank)]
+        for rank, first in enumerate((0.0, 0.0, 2.0, 2.0))
+    ]

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -69,6 +70,13 @@ class Done:
 @dataclass(frozen=True)
 class Entered:
     """A process begins its work in an attempt; what it has sent before is of an earlier one."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """A process has left its work with an error, which it keeps for `PATIENCE`: another one may have died."""
 
     attempt: int
 
@@ -185,6 +193,8 @@ def _attempted(
         failure, patience = (type(error).__name__, str(error)), 0.1
     except Exception as error:
         failure, patience = (type(error).__name__, str(error)), PATIENCE
+    with suppress(OSError):  # the launcher has closed the pipe
+        line.send(Left(attempt))
     again = inbox.take(patience)  # the error and what its traceback holds are free here
     return (None, again) if again is not None else (failure, None)
 

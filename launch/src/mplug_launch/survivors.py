@@ -18,7 +18,7 @@ from mplug.errors import RunError
 from mplug.run.launching import Healing, Stopped
 from mplug_launch.launch import GRACE, PRELOADED
 from mplug_launch.pipes import TERMINATED, Handler, Pipes, cause_of_death
-from mplug_launch.surviving import Done, Entered, Membership, take_part
+from mplug_launch.surviving import PATIENCE, Done, Entered, Left, Membership, take_part
 
 LEAVING = 30.0
 """Seconds in which a process that has done its work may end what plugins have begun."""
@@ -78,6 +78,8 @@ class Crew(Pipes):
         self.results: dict[int, Any] = {}
         self.hung: set[int] = set()
         self.exit_codes: dict[int, int] = {}
+        self.left = -2 * PATIENCE
+        """When a process has left its work last."""
         self.processes: list[Any] = []
         self._watch()
 
@@ -107,6 +109,8 @@ class Crew(Pipes):
         """Receive a message that only this launcher knows, or that a process has sent in an earlier attempt."""
         if isinstance(message, Entered):
             self.attempts[rank] = message.attempt
+        elif isinstance(message, Left):
+            self.left = time.monotonic()
         elif isinstance(message, Done):
             self.results[self.ranks[rank] if message.attempt == self.attempt else LATE] = message.result
             self._end(rank, "done")
@@ -124,6 +128,11 @@ class Crew(Pipes):
         found = [number for number, rank in self.ranks.items() if rank in ranks]
         self.hung.update(found)
         return found
+
+    def end_hang(self) -> None:
+        """Kill the processes that hang. One that has left its work sends no heartbeats, and the others wait for it."""
+        if time.monotonic() - self.left > 2 * PATIENCE:
+            super().end_hang()
 
     def dead(self) -> list[int]:
         """The processes that take part and have failed. Spares that have died are forgotten."""

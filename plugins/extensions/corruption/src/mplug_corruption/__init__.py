@@ -44,6 +44,7 @@ class Corruption:
         self.config = config
         self.copies: Copies | None = None
         self._launched: tuple[int, Comparison] | None = None
+        self._failure: Exception | None = None
         self._is_first = False
         self._reported: set[str] = set()
 
@@ -64,7 +65,10 @@ class Corruption:
     def step_started(self, run: "Run") -> None:
         """Launch a comparison of what the last step has left. On a GPU, the CPU does not wait. Collective."""
         if self.copies is not None and run.step > 1 and (run.step - 1) % self.config.every == 0:
-            self._launched = run.step - 1, self.copies.compare()
+            try:
+                self._launched = run.step - 1, self.copies.compare()
+            except Exception as error:  # `step_figures` raises it: the host ends no run for an error of this hook
+                self._failure = error
 
     @hookimpl
     def step_figures(self) -> "Mapping[str, float] | None":
@@ -72,6 +76,8 @@ class Corruption:
 
         On a GPU, the device runs the next step. Collective if copies differ.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._launched is None:
             return None
         (step, comparison), self._launched = self._launched, None

@@ -15,14 +15,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 from mplug import RunError, Send, UsageError
-from mplug_launch import PluginMessage
+from mplug_launch import Hang, PluginMessage
+from mplug_watchdog.clocks import Clocks
 from mplug_watchdog.heartbeats import TICK, Beat, Heartbeats, born
 from mplug_watchdog.listener import LATE, LastBeat, Listener, Verdict
 
@@ -74,6 +75,31 @@ def reporting(heartbeats: Heartbeats, send: Send) -> Iterator[None]:
     beat(0.0, over=True)  # not after an error, which the process itself sends through the pipe
 
 
+class LauncherMonitor(Listener):
+    """The listener in a launcher, which also says which clocks jump."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        super().__init__(ranks)
+        self.clocks = Clocks()
+
+    def hear(self, rank: int, content: Beat) -> None:
+        """Store a heartbeat."""
+        super().hear(rank, content)
+        self.clocks.hear(content)
+
+    def hang(self, seconds: float) -> Hang | None:
+        """The processes that hang, `seconds` after the last call, or None."""
+        say_each(self.clocks.sentences(seconds))
+        return super().hang(seconds)
+
+
+def say_each(sentences: Iterable[str]) -> None:
+    """Print sentences that end nothing."""
+    for text in sentences:
+        log.warning("%s", text)
+        os.write(2, f"mplug: {text}\n".encode())
+
+
 @contextmanager
 def exchanging(heartbeats: Heartbeats, size: int, attempt: str) -> Iterator[None]:
     """Exchange heartbeats through the store during a block, and end this process when the run cannot continue.
@@ -112,6 +138,7 @@ class Exchange:
         self.interval = max(TICK, size / PER_SECOND)
         watched = [rank for rank in range(size) if rank != heartbeats.rank] if heartbeats.rank == 0 else [0]
         self.listener = Listener(watched, longest=2 * self.interval, late=max(LATE, 3 * self.interval))
+        self.clocks = Clocks()
         self.first: Beat | None = None
         """The last heartbeat that this process has read of rank 0."""
         self._latest = heartbeats.next(0.0)
@@ -202,6 +229,8 @@ class Exchange:
             now = time.monotonic()
             self._unanswered = self._suspended = 0.0
             self.listener.pass_time(now - last)
+            if self.heartbeats.rank == 0:
+                say_each(self.clocks.sentences(now - last))
             last = now
             self._judge(store)
             if over:
@@ -218,8 +247,10 @@ class Exchange:
 
     def _exchange(self, store: Any) -> None:
         store.set(f"beat/{self.heartbeats.rank}", json.dumps(asdict(self._latest)))
+        self.clocks.hear(self._latest)
         for rank, beat in self._read(store, self.listener.last_beats).items():
             self.listener.hear(rank, beat)
+            self.clocks.hear(beat)
             if rank == 0:
                 self.first = beat
 

@@ -16,7 +16,9 @@ KINDS = (*SHARES, "cut")
 CUTS = 2
 GAPS = (6, 8)
 """The least and the largest number of steps between two faults."""
-STEPS = GAPS[1] * (sum(SHARES.values()) + CUTS) + 6
+OF_SLOW = 4
+"""The additional steps after a slow rank, which several measurements name."""
+STEPS = GAPS[1] * (sum(SHARES.values()) - SHARES["file"] + CUTS) + OF_SLOW * SHARES["slow"] + 6
 """The steps of a run."""
 
 
@@ -41,7 +43,7 @@ class Fault:
             "slow": rf"{own} is a straggler: it computes",
             "nan": rf"transient fault of [^:]*\brank {self.rank} on {hosts[self.rank]}",
             "gradient": rf"transient fault of [^:]*\brank {self.rank} on {hosts[self.rank]}",
-            "weight": rf"\brank {self.rank} on {hosts[self.rank]}\b.* (other|different) bits of the weight '",
+            "weight": rf"\brank {self.rank} on {hosts[self.rank]}\b.* (other|different) bits of the (master )?weight '",
             "cut": rf"({cut}|rank 0 on {hosts[0]}\b).* (stopped sending heartbeats|unreachable|answer)",
             "disk": r"No space left on device|disk is full|no space",
             "file": r"step_\d+.*(damaged|does not match|is not what|checksum|differs|not valid|invalid)",
@@ -82,6 +84,7 @@ def plan(number: int, kinds: Collection[str], on_machines: bool) -> Plan:
     for place, kind in enumerate(drawn):
         at += draw.randint(*GAPS)
         found.append(Fault(len(found), kind, draw.randrange(size), at, draw.randrange(10**6)))
+        at += OF_SLOW * (kind == "slow")
         if place in after:
             found.append(Fault(len(found), "file", 0, at, draw.randrange(10**6)))
     return Plan(number, layout, recovery, tuple(found))

@@ -47,7 +47,7 @@ def shown(drawn: Plan, deadline: float, whole: dict[int, float], has_disk: bool)
 
 def table(results: Sequence[Result], false: int) -> str:
     """A row for each kind."""
-    head = "| fault | injected | named right within 30 s | of these, with another rank | median s | longest s | nothing lost |"
+    head = "| fault | injected | named right in 30 s | with another rank | median s | longest s | nothing lost |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for kind in [kind for kind in KINDS if any(one.fault.kind == kind for one in results)]:
         own = [one for one in results if one.fault.kind == kind]
@@ -108,8 +108,8 @@ def report(drawn: Plan, found: Shown, seconds: float, is_verbose: bool) -> None:
     """Print what a run has shown: misses in full."""
     named, kept = sum(one.is_named for one in found.results), sum(not one.lost for one in found.results)
     print(
-        f"run {drawn.number} {drawn.layout} {drawn.recovery}: {len(found.results)} faults, {named} named, {kept} without "
-        f"loss, {len(found.false)} false sentences, {found.steps} steps, {found.attempts} starts; {seconds:.0f} s",
+        f"run {drawn.number} {drawn.layout} {drawn.recovery}: {len(found.results)} faults, {named} named, "
+        f"{kept} without loss, {len(found.false)} false sentences, {found.steps} steps, {found.attempts} starts; {seconds:.0f} s",
         flush=True,
     )
     for one in found.results:

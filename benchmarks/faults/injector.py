@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from mplug import hookimpl
 
 DAY, HOUR = 86_400.0, 3_600.0
-SLOW_SECONDS, SLOW_STEPS = 0.05, 5
+SLOW_SECONDS, SLOW_STEPS = 0.03, 8
 """Seconds by which each unit of a slow rank is slower, and the number of steps for which it is."""
 CUT_SECONDS = 2.0
 """Seconds in which the cable is pulled."""
@@ -98,14 +98,16 @@ class Injector:
         return outputs
 
     def _gradient(self, sink: Any) -> None:
-        """Flip the highest bit of the exponent of an element that is not zero."""
+        """Set the highest bit of the exponent of an element, which then overflows."""
         import torch
 
-        seed = self.armed.pop("gradient", None)
+        seed = self.armed.get("gradient")
         if seed is not None:
-            places = sink.buffer.view(-1).nonzero().view(-1)
-            values = sink.buffer.view(torch.int32).view(-1)
-            values[places[seed % len(places)]] ^= 1 << 30
+            sizes = sink.buffer.view(-1).abs()
+            places = ((sizes > 1e-9) & (sizes < 2)).nonzero().view(-1)
+            if len(places):  # otherwise the next sink
+                sink.buffer.view(torch.int32).view(-1)[places[seed % len(places)]] ^= 1 << 30
+                del self.armed["gradient"]
 
 
 def _is_first(number: int) -> bool:

@@ -104,7 +104,9 @@ class Shown:
     false: list[str] = field(default_factory=list)
     """Sentences that name nothing that was injected."""
     attempts: int = 0
-    steps: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    end: str = ""
+    """'whole' if all steps are done, 'time' if the time was over before, 'stuck' if the run cannot go on."""
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -162,19 +164,19 @@ class FaultyRun:
         self.shown, self.found = Shown(), dict[int, Result]()
         self.when: dict[int, float] = {}
 
-    def go(self, whole: Mapping[int, float] | None = None) -> Shown:
-        """Run until all steps are done; compare the losses with those of an undisturbed run, if given."""
+    def go(self) -> Shown:
+        """Run until all steps are done, the time is over, or the run ends again and again without a fault."""
         idle = 0
         while time.monotonic() < self.deadline and len(losses(self.folder)) < STEPS and idle < 3:
             before = len(self.found)
             self._attempt()
             idle = 0 if len(self.found) > before else idle + 1  # a run that ends without a fault has a defect
-        self.shown.steps = len(losses(self.folder))
-        if time.monotonic() >= self.deadline:
+        self.shown.losses = losses(self.folder)
+        whole = len(self.shown.losses) >= STEPS
+        self.shown.end = "whole" if whole else "time" if time.monotonic() >= self.deadline else "stuck"
+        if self.shown.end == "time":
             self._drop_unfinished()
         self.shown.results = [self.found[number] for number in sorted(self.found)]
-        if whole is not None:
-            self._compare(whole, idle == 3)
         return self.shown
 
     def _attempt(self) -> None:
@@ -302,30 +304,34 @@ class FaultyRun:
 
     def _drop_unfinished(self) -> None:
         """Leave out the faults after which the time was over before the run had shown a sentence and two steps."""
-        found = losses(self.folder)
+        found = self.shown.losses
         for number, one in sorted(self.found.items(), reverse=True):
             has_gone_on = all(step in found for step in range(1, one.fault.at + 2))
             if (one.is_named and has_gone_on) or self.when[number] < self.deadline - TAIL:
                 return
             del self.found[number]
 
-    def _compare(self, whole: Mapping[int, float], is_stuck: bool) -> None:
-        """Charge the first step whose loss differs, or is missing, to the last fault before it, and to all after it."""
-        found, results = losses(self.folder), self.shown.results
-        is_over = time.monotonic() >= self.deadline
-        last = max((one.fault.at for one in results), default=0) + 1 if is_over else STEPS
-        bad = next((step for step in range(1, last + 1) if found.get(step) != whole[step]), None)
-        if bad is None:
-            return
-        what = "is missing" if bad not in found else f"has the loss {found[bad]} instead of {whole[bad]}"
-        charged = [one for one in results if one.fault.at <= bad]
-        for one in results:
-            if one.fault.at >= (charged[-1].fault.at if charged else 0):
-                one.lost = f"step {bad} {what}{' (the run cannot go on)' if is_stuck else ''}"
+
+def compare(shown: Shown, whole: Mapping[int, float]) -> None:
+    """Compare the losses of a run with those of an undisturbed one, of the same layout.
+
+    The first step that has another loss, or is missing, is charged to the last fault before it, and to all after it.
+    """
+    results = shown.results
+    last = max((one.fault.at for one in results), default=0) + 1 if shown.end == "time" else STEPS
+    bad = next((step for step in range(1, last + 1) if shown.losses.get(step) != whole[step]), None)
+    if bad is None:
+        return
+    found = shown.losses.get(bad)
+    what = "is missing" if found is None else f"has the loss {found} instead of {whole[bad]}"
+    charged = max((one.fault.at for one in results if one.fault.at <= bad), default=0)
+    for one in results:
+        if one.fault.at >= charged:
+            one.lost = f"step {bad} {what}{' (the run cannot go on)' if shown.end == 'stuck' else ''}"
 
 
-def run_plan(plan: Plan, folder: Path, deadline: float, whole: Mapping[int, float] | None, has_disk: bool) -> Shown:
-    """Run a plan in an empty folder."""
+def run_plan(plan: Plan, folder: Path, deadline: float, has_disk: bool) -> Shown:
+    """Run a plan in an empty folder; with `has_disk`, the runs have a file system of their own."""
     folder = folder.resolve()
     (folder / "runs").mkdir()
     prepare(folder, plan.faults)
@@ -333,6 +339,6 @@ def run_plan(plan: Plan, folder: Path, deadline: float, whole: Mapping[int, floa
     with own_disk(folder) if has_disk else nullcontext(), two as machines:
         run = FaultyRun(plan, folder, deadline, machines)
         try:
-            return run.go(whole)
+            return run.go()
         finally:
             run._end([])

@@ -24,25 +24,15 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from fault_plans import KINDS, LAYOUTS, STEPS, Fault, Plan, plan
-from fault_runs import Result, Shown, disk_refusal, losses, run_plan
+from fault_plans import KINDS, LAYOUTS, Fault, Plan, plan
+from fault_runs import Result, Shown, compare, disk_refusal, run_plan
 from machines import unavailable
 
 
-def undisturbed(layout: str) -> dict[int, float]:
-    """The losses of a run without a fault."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run_plan(Plan(0, layout, "restarts", ()), folder, time.monotonic() + 300, None, has_disk=False)
-        found = losses(folder)
-        assert len(found) == STEPS, (layout, found)
-        return found
-
-
-def shown(drawn: Plan, deadline: float, whole: dict[int, float], has_disk: bool) -> Shown:
-    """What a plan shows, in a temporary folder."""
+def shown_by(drawn: Plan, deadline: float, has_disk: bool) -> Shown:
+    """What the run of a plan shows, in a temporary folder."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        return run_plan(drawn, Path(name), deadline, whole, has_disk)
+        return run_plan(drawn, Path(name), deadline, has_disk)
 
 
 def table(results: Sequence[Result], false: int) -> str:
@@ -91,17 +81,21 @@ def run_all(options: argparse.Namespace) -> Iterator[tuple[Plan, Shown]]:
         raise SystemExit(f"no network namespaces here: {reason}")
     plans = [plan(number, kinds, options.machines) for number in range(options.first, options.first + options.runs)]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        layouts = list(dict.fromkeys(one.layout for one in plans))
-        whole = dict(zip(layouts, pool.map(undisturbed, layouts), strict=True))
-        print(f"{len(layouts)} undisturbed runs: {time.monotonic() - end + options.seconds:.0f} s", flush=True)
+        layouts, has_disk = dict.fromkeys(one.layout for one in plans), refusal is None
+        undisturbed = {layout: pool.submit(shown_by, Plan(0, layout, "restarts", ()), end, False) for layout in layouts}
         left, under_way = iter(plans), dict[Future[Shown], Plan]()
         while True:
             while len(under_way) < options.jobs and time.monotonic() < end and (one := next(left, None)) is not None:
-                under_way[pool.submit(shown, one, end, whole[one.layout], refusal is None)] = one
+                under_way[pool.submit(shown_by, one, end, has_disk)] = one
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED)[0]:
-                yield under_way.pop(future), future.result()
+                one, found = under_way.pop(future), future.result()
+                whole = undisturbed[one.layout].result()
+                if whole.end != "whole":
+                    raise SystemExit(f"the undisturbed run of {one.layout} is not complete: {whole}")
+                compare(found, whole.losses)
+                yield one, found
 
 
 def report(drawn: Plan, found: Shown, seconds: float, is_verbose: bool) -> None:
@@ -109,7 +103,8 @@ def report(drawn: Plan, found: Shown, seconds: float, is_verbose: bool) -> None:
     named, kept = sum(one.is_named for one in found.results), sum(not one.lost for one in found.results)
     print(
         f"run {drawn.number} {drawn.layout} {drawn.recovery}: {len(found.results)} faults, {named} named, "
-        f"{kept} without loss, {len(found.false)} false sentences, {found.steps} steps, {found.attempts} starts; {seconds:.0f} s",
+        f"{kept} without loss, {len(found.false)} false sentences, {len(found.losses)} steps, "
+        f"{found.attempts} starts; {seconds:.0f} s",
         flush=True,
     )
     for one in found.results:

@@ -34,17 +34,19 @@ class Fault:
 
     def expected(self, hosts: list[str]) -> str:
         """A regular expression for a sentence that names the fault, in a run whose ranks are on `hosts`."""
-        own = rf"\branks? (\d+, )*(\d+ and )?{self.rank}\b[^;:]* on {hosts[self.rank]}\b"
-        behind = [str(rank) for rank, host in enumerate(hosts) if host != hosts[0]]
-        cut = rf"ranks? {', '.join(behind[:-1])} and {behind[-1]} on {hosts[-1]}\b" if behind else "-"
+        named = [rf"\branks? [\d, and]*\b{rank}\b[\d, and]* on {host}\b" for rank, host in enumerate(hosts)]
+        own = rf"\brank {self.rank} on {hosts[self.rank]}\b"
+        behind = [one for one, host in zip(named, hosts, strict=True) if host != hosts[0]]
+        each_behind = "".join(f"(?=.*{one})" for one in behind)
+        alone = rf"^{own}((?!\branks? \d).)*"
         return {
-            "kill": rf"{own}[^;:]* died of SIGKILL|{own}.* (lost|died|killed)",
-            "stop": rf"{own}.* stopped sending heartbeats",
+            "kill": rf"{alone} (died of SIGKILL|died or is unreachable)",
+            "stop": rf"{alone} stopped (sending heartbeats|answering)",
             "slow": rf"{own} is a straggler: it computes",
-            "nan": rf"transient fault of [^:]*\brank {self.rank} on {hosts[self.rank]}",
-            "gradient": rf"transient fault of [^:]*\brank {self.rank} on {hosts[self.rank]}",
-            "weight": rf"\brank {self.rank} on {hosts[self.rank]}\b.* (other|different) bits of the (master )?weight '",
-            "cut": rf"({cut}|rank 0 on {hosts[0]}\b).* (stopped sending heartbeats|unreachable|answer)",
+            "nan": rf"transient fault of [^:]*{own}",
+            "gradient": rf"transient fault of [^:]*{own}",
+            "weight": rf"{own}.* (other|different) bits of the (master )?weight '",
+            "cut": rf"^(?!.* on {hosts[0]}\b){each_behind}.*stopped sending|rank 0 on {hosts[0]}\b.* stopped answering",
             "disk": r"No space left on device|disk is full|no space",
             "file": r"step_\d+.*(damaged|does not match|is not what|checksum|differs|not valid|invalid)",
             "clock": rf"the clock of {own} jumped",

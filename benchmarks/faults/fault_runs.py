@@ -60,7 +60,10 @@ OPTIONS = {
     "extensions.gc.every": 5,
 }
 HEALING = {"extensions.heal.spares": 2, "extensions.heal.fewer": "false", "extensions.heal.every": 3}
-CONSEQUENCES = r"the run continues after step \d+, from the copies in its processes|^continuing from step \d+$"
+CONSEQUENCES = (
+    r"the run continues after step \d+, from the copies in its processes|^continuing from step \d+$"
+    r"|has ended, and says why; its store at \S+ is closed"
+)
 """Sentences that follow the one that names a fault."""
 
 
@@ -85,7 +88,7 @@ class Result:
     @property
     def names_one(self) -> bool:
         """Whether the sentence names no other rank beside the right one."""
-        return not re.search(r"rank \d+ on \S+ and rank|, rank \d+ on|no majority", self.sentence)
+        return not re.search(r"\d+ on \S+ and rank \d+ on|no majority|straggler.*straggler", self.sentence)
 
 
 @dataclass

@@ -34,6 +34,8 @@ READERS = 256
 """Maximum number of ranks with which a rank whose connection breaks reads all heartbeats to find the lost rank."""
 BROKEN = "a RuntimeError"
 """The reason why a rank ends whose connection to a lost rank broke; such a rank is not the lost one."""
+ENDING = "ending with "
+"""How the phrase of a rank begins that ends (`Durations.begin_ending`)."""
 LOG_SECONDS = 2.0
 """Seconds in which a process writes the reason of its end to its log; the disk may hang too."""
 
@@ -178,7 +180,7 @@ class Exchange:
                 f"does not answer"
             )
         lost = [beat for rank, beat in after.items() if before.get(rank) == beat and not beat.over]
-        lost = [beat for beat in lost if not beat.phrase.startswith(f"ending with {BROKEN}")] or lost
+        lost = [beat for beat in lost if not beat.phrase.startswith(f"{ENDING}{BROKEN}")] or lost
         names = " and ".join(f"rank {beat.rank} on {beat.host}, last seen {beat.phrase}," for beat in lost)
         return f"{names} died or is unreachable: the connection broke" if lost else None
 
@@ -195,6 +197,11 @@ class Exchange:
             self._end(self._without_store(), (self.first,) if self.first else ())
 
     def _without_store(self) -> str:
+        if self.first is not None and self.first.phrase.startswith(ENDING):
+            return (
+                f"rank 0 on {self.first.host}, last seen {self.first.phrase}, has ended, and says why; its store at "
+                f"{self.address} is closed"
+            )
         return (
             f"{self._rank_zero()} stopped answering {self._unanswered:.0f} s ago: the process is suspended, or its "
             f"machine, which serves the store at {self.address}, is down or unreachable "

@@ -90,7 +90,11 @@ def run_all(options: argparse.Namespace) -> Iterator[tuple[Plan, Shown]]:
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED)[0]:
-                one, found = under_way.pop(future), future.result()
+                one = under_way.pop(future)
+                if (error := future.exception()) is not None:  # one of this tool: the other runs go on
+                    print(f"run {one.number} {one.layout} {one.recovery}: Error of the tool: {error!r}", flush=True)
+                    continue
+                found = future.result()
                 whole = undisturbed[one.layout].result()
                 if whole.end != "whole":
                     raise SystemExit(f"the undisturbed run of {one.layout} is not complete: {whole}")

@@ -88,6 +88,17 @@ def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
     assert rank.address in rank.text
 
 
+def test_a_rank_0_that_ends_with_an_error_is_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has named the rank whose death has broken its connection, and its store is gone."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    rank = exchange(1, timeout=5)
+    rank.first = replace(rank._latest, rank=0, phrase="in step 4")
+    assert "stopped answering" in rank._without_store()
+    rank.first = replace(rank._latest, rank=0, phrase="ending with a RuntimeError")
+    assert "last seen ending with a RuntimeError, has ended, and says why" in rank._without_store()
+
+
 def test_a_standstill_is_found_although_heartbeats_of_many_ranks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -18,8 +18,8 @@ GAPS = (6, 8)
 """The least and the largest number of steps between two faults."""
 OF_SLOW = 4
 """The additional steps after a slow rank, which several measurements name."""
-STEPS = GAPS[1] * (sum(SHARES.values()) - SHARES["file"] + CUTS) + OF_SLOW * SHARES["slow"] + 6
-"""The steps of a run."""
+STEPS = GAPS[1] * (sum(SHARES.values()) - SHARES["file"] + CUTS) + OF_SLOW * (SHARES["slow"] + 1) + 10
+"""The steps of an undisturbed run; others end after their last fault."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Plan:
     recovery: str
     """'heal' (spare processes), 'restarts', or 'machines' (two machines; the processes end and resume)."""
     faults: tuple[Fault, ...]
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run."""
+        return self.faults[-1].at + OF_SLOW + 6 if self.faults else STEPS
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
-from fault_plans import ENDING, STEPS, Fault, Plan
+from fault_plans import ENDING, Fault, Plan
 from machines import Machines
 from warm import Forked
 
@@ -34,7 +34,6 @@ EVERY = 4
 OPTIONS = {
     "trainer.device": "cpu",
     "trainer.precision": "fp32",
-    "trainer.steps": STEPS,
     "trainer.seq_length": 32,
     "trainer.micro_batch_size": 1,
     "trainer.global_batch_size": 12,
@@ -170,12 +169,12 @@ class FaultyRun:
     def go(self) -> Shown:
         """Run until all steps are done, the time is over, or the run ends again and again without a fault."""
         idle = 0
-        while time.monotonic() < self.deadline and len(losses(self.folder)) < STEPS and idle < 3:
+        while time.monotonic() < self.deadline and len(losses(self.folder)) < self.plan.steps and idle < 3:
             before = len(self.found)
             self._attempt()
             idle = 0 if len(self.found) > before else idle + 1  # a run that ends without a fault has a defect
         self.shown.losses = losses(self.folder)
-        whole = len(self.shown.losses) >= STEPS
+        whole = len(self.shown.losses) >= self.plan.steps
         self.shown.end = "whole" if whole else "time" if time.monotonic() >= self.deadline else "stuck"
         if self.shown.end == "time":
             self._drop_unfinished()
@@ -215,7 +214,11 @@ class FaultyRun:
 
     def _start(self, more: Sequence[str]) -> list[Forked]:
         plan, environment = self.plan, {**os.environ, "PYTHONPATH": str(self.folder)}
-        options: dict[str, object] = {**OPTIONS, **(HEALING if plan.recovery == "heal" else {})}
+        options: dict[str, object] = {
+            **OPTIONS,
+            "trainer.steps": plan.steps,
+            **(HEALING if plan.recovery == "heal" else {}),
+        }
         if plan.faults:
             options["extensions.injector"] = "{}"
         settings = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
@@ -315,13 +318,13 @@ class FaultyRun:
             del self.found[number]
 
 
-def compare(shown: Shown, whole: Mapping[int, float]) -> None:
-    """Compare the losses of a run with those of an undisturbed one, of the same layout.
+def compare(shown: Shown, steps: int, whole: Mapping[int, float]) -> None:
+    """Compare the losses of a run of `steps` with those of an undisturbed one, of the same layout.
 
     The first step that has another loss, or is missing, is charged to the last fault before it, and to all after it.
     """
     results = shown.results
-    last = max((one.fault.at for one in results), default=0) + 1 if shown.end == "time" else STEPS
+    last = max((one.fault.at for one in results), default=0) + 1 if shown.end == "time" else steps
     bad = next((step for step in range(1, last + 1) if shown.losses.get(step) != whole[step]), None)
     if bad is None:
         return

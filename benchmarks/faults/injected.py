@@ -98,7 +98,7 @@ def run_all(options: argparse.Namespace) -> Iterator[tuple[Plan, Shown]]:
                 whole = undisturbed[one.layout].result()
                 if whole.end != "whole":
                     raise SystemExit(f"the undisturbed run of {one.layout} is not complete: {whole}")
-                compare(found, whole.losses)
+                compare(found, one.steps, whole.losses)
                 yield one, found
 
 

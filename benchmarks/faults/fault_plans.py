@@ -16,9 +16,9 @@ KINDS = (*SHARES, "cut")
 CUTS = 2
 GAPS = (6, 8)
 """The least and the largest number of steps between two faults."""
-OF_SLOW = 4
-"""The additional steps after a slow rank, which several measurements name."""
-STEPS = GAPS[1] * (sum(SHARES.values()) - SHARES["file"] + CUTS) + OF_SLOW * (SHARES["slow"] + 1) + 10
+LONGER = {"slow": 4, "disk": 4}
+"""Additional steps after a slow rank, which several measurements name, and a full disk, which a save finds."""
+STEPS = GAPS[1] * (sum(SHARES.values()) - SHARES["file"] + CUTS) + 4 * (SHARES["slow"] + SHARES["disk"]) + 14
 """The steps of an undisturbed run; others end after their last fault."""
 
 
@@ -40,7 +40,7 @@ class Fault:
         each_behind = "".join(f"(?=.*{one})" for one in behind)
         alone = rf"^{own}((?!\branks? \d).)*"
         return {
-            "kill": rf"{alone} (died of SIGKILL|died or is unreachable)",
+            "kill": rf"{alone} (died of SIGKILL|died or is unreachable|has died or ended)",
             "stop": rf"{alone} stopped (sending heartbeats|answering)",
             "slow": rf"{own} is a straggler: it computes",
             "nan": rf"transient fault of [^:]*{own}",
@@ -66,7 +66,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """The steps of the run."""
-        return self.faults[-1].at + OF_SLOW + 6 if self.faults else STEPS
+        return self.faults[-1].at + 10 if self.faults else STEPS
 
     @property
     def size(self) -> int:
@@ -91,7 +91,7 @@ def plan(number: int, kinds: Collection[str], on_machines: bool) -> Plan:
     for place, kind in enumerate(drawn):
         at += draw.randint(*GAPS)
         found.append(Fault(len(found), kind, draw.randrange(size), at, draw.randrange(10**6)))
-        at += OF_SLOW * (kind == "slow")
+        at += LONGER.get(kind, 0)
         if place in after:
             found.append(Fault(len(found), "file", 0, at, draw.randrange(10**6)))
     return Plan(number, layout, recovery, tuple(found))

@@ -61,7 +61,7 @@ OPTIONS = {
 HEALING = {"extensions.heal.spares": 2, "extensions.heal.fewer": "false", "extensions.heal.every": 3}
 CONSEQUENCES = (
     r"the run continues after step \d+, from the copies in its processes|^continuing from step \d+$"
-    r"|has ended, and says why; its store at \S+ is closed"
+    r"|^rank 0 on [^;]* (has ended, and says why; its store at \S+ is closed|has died or ended:)"
 )
 """Sentences that follow the one that names a fault."""
 

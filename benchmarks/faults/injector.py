@@ -19,6 +19,8 @@ from mplug import hookimpl
 DAY, HOUR = 86_400.0, 3_600.0
 SLOW_SECONDS, SLOW_STEPS = 0.03, 8
 """Seconds by which each unit of a slow rank is slower, and the number of steps for which it is."""
+CLOCK_SECONDS, CLOCK_STEPS = 0.7, 6
+"""Seconds by which all ranks begin steps later after a jump of a clock, which takes seconds to be named."""
 CUT_SECONDS = 2.0
 """Seconds in which the cable is pulled."""
 
@@ -55,6 +57,8 @@ class Injector:
         """Strike between two steps, before other observers look."""
         if run.activity.name != "step":
             return
+        if any(one["kind"] == "clock" and 0 < run.step - one["at"] <= CLOCK_STEPS for one in self.faults):
+            time.sleep(CLOCK_SECONDS)
         own = [fault for fault in self.faults if fault["rank"] == run.rank]
         self.is_slow = any(one["kind"] == "slow" and 0 <= run.step - one["at"] < SLOW_STEPS for one in own)
         for fault in own:

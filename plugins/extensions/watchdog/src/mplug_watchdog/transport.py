@@ -169,16 +169,15 @@ class Exchange:
         """After a broken connection: a sentence that names the ranks without a heartbeat for a few seconds, or None."""
         if self.size > READERS:
             return None
+        if refuses(self.address):
+            return self._without_store()
         try:
             store = self._connected(seconds=5)
             before = self._read(store, range(self.size))
             time.sleep(3 * self.interval)
             after = self._read(store, range(self.size))
         except RuntimeError:
-            return (
-                f"{self._rank_zero()} has ended, or its machine is down or unreachable: its store at {self.address} "
-                f"does not answer"
-            )
+            return self._without_store()
         lost = [beat for rank, beat in after.items() if before.get(rank) == beat and not beat.over]
         lost = [beat for beat in lost if not beat.phrase.startswith(f"{ENDING}{BROKEN}")] or lost
         names = " and ".join(f"rank {beat.rank} on {beat.host}, last seen {beat.phrase}," for beat in lost)
@@ -201,6 +200,11 @@ class Exchange:
             return (
                 f"rank 0 on {self.first.host}, last seen {self.first.phrase}, has ended, and says why; its store at "
                 f"{self.address} is closed"
+            )
+        if refuses(self.address):
+            return (
+                f"{self._rank_zero()} has died or ended: its machine answers, but nothing serves the store at "
+                f"{self.address} any more"
             )
         return (
             f"{self._rank_zero()} stopped answering {self._unanswered:.0f} s ago: the process is suspended, or its "
@@ -302,6 +306,16 @@ class Exchange:
             writing.start()
             writing.join(LOG_SECONDS)
             os._exit(1)
+
+
+def refuses(address: str) -> bool:
+    """Whether the machine of an address answers that no process listens there. One that is down does not answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def kill_if_here(beat: Beat) -> None:

@@ -1,9 +1,11 @@
 """The tools that plant faults: the faults and their tests are still there, and results become a table."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -62,14 +64,58 @@ def test_a_recorded_test_is_found_in_the_file_to_which_it_has_gone(replant: Modu
     assert today(tmp_path, "tests/test_old.py::test_gone") == today(tmp_path, "tests/test_none.py") == []
 
 
-def test_a_table_has_the_last_result_of_each_case_of_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number is another case if `--kinds` names other kinds."""
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`injected.py`, whose modules import each other by plain names."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "faults")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    from injected import Case, Result, read_results
+    import injected
 
-    kill, stop = Case.of(0, ("kill",)), Case.of(0, ("stop",))
-    results = [Result(kill, "", None, False, ""), Result(stop, "", 1.0, True, ""), Result(kill, "", 2.0, True, "")]
+    return injected
+
+
+def test_a_plan_of_faults_ends_in_time_and_each_has_a_step_of_its_own(tool: ModuleType) -> None:
+    for number in range(16):
+        drawn = tool.plan(number, tool.KINDS, number % 2 == 0)
+        steps = [one.at for one in drawn.faults if one.kind != "file"]
+        assert all(later - earlier >= 6 for earlier, later in pairwise(steps))
+        assert drawn.steps <= sys.modules["fault_plans"].STEPS
+        assert all(one.rank < drawn.size for one in drawn.faults)
+        assert {one.kind for one in drawn.faults} >= {*tool.KINDS} - {"cut", "slow"}
+
+
+def test_a_lost_step_is_charged_to_the_last_fault_before_it_and_to_all_later_ones(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    faults = [tool.Fault(number, "kill", 1, 10 * (number + 1), 0) for number in range(3)]
+    whole = dict.fromkeys(range(1, sys.modules["fault_plans"].STEPS + 1), 1.0)
+    shown = tool.Shown([tool.Result(0, "dp4", "heal", one, "rank 1 died", 2.0) for one in faults], end="whole")
+    shown.losses = {**whole, 25: 2.0}
+    tool.compare(shown, len(whole), whole)
+    assert [bool(one.lost) for one in shown.results] == [False, True, True]
     file = tmp_path / "results.jsonl"
-    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in results))
-    assert read_results([file]) == [results[2], results[1]]
+    rows = [{"run": 3, "is_on_machines": False, **asdict(one)} for one in (tool.Shown(false=["x"]), shown)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results, false = tool.read_results([file])
+    assert (results, false) == (shown.results, 0), "of a run that was repeated, the last results count"
+    assert "| kill | 3 | 3 | 0 | 2.0 | 2.0 | 1 |" in tool.table(results, false)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "sentence", "is_right"),
+    [
+        ("kill", 2, "rank 2 on node02, in step 5, died of SIGKILL; the run goes on", True),
+        ("kill", 2, "rank 3 on node02, in step 5, died of SIGKILL; the run goes on", False),
+        ("kill", 2, "rank 2 on node01, in step 5, died of SIGKILL", False),
+        ("stop", 3, "ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats 5 s ago", False),
+        ("slow", 1, "step 9: rank 1 on node01 is a straggler: it waits for data for 1 s", False),
+        ("weight", 1, "rank 0 on node01 and rank 1 on node01 hold different bits of the master weight 'a'", True),
+        ("cut", 0, "ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats 5 s ago", True),
+        ("cut", 0, "rank 3 on node02, last seen in step 5, stopped sending heartbeats 5 s ago", False),
+    ],
+)
+def test_a_sentence_is_right_only_with_the_rank_the_machine_and_the_kind(
+    tool: ModuleType, kind: str, rank: int, sentence: str, is_right: bool
+) -> None:
+    hosts = ["node01", "node01", "node02", "node02"]
+    assert bool(re.search(tool.Fault(0, kind, rank, 5, 0).expected(hosts), sentence)) is is_right

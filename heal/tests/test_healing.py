@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,9 +43,10 @@ from mplug.training.loop import train
 from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.smaller import refuse_meeting_again
+from mplug_launch.pipes import Pipe
 from mplug_launch.store_connections import end_waits
-from mplug_launch.surviving import collect_all, keep_modules
-from mplug_launch.survivors import launch_survivors
+from mplug_launch.surviving import Inbox, Left, collect_all, keep_modules
+from mplug_launch.survivors import Crew, launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
 from mplug_saving.saver import Saver
@@ -324,6 +326,22 @@ def test_a_process_that_has_left_its_work_before_a_backward_pass_keeps_nothing_o
     sink = weakref.ref(_Stage().sink)
     collect_all()
     assert sink() is None
+
+
+def test_processes_that_have_all_left_their_work_give_up_at_once_and_do_not_hang() -> None:
+    """They send no heartbeats then. None of them has died, so none waits for another attempt."""
+    crew = Crew(2, 0, None, Healing(0, {1: {}}, covers, print))
+    inbox, looks = Inbox(Pipe(crew.child_ends[1])), list[float]()
+    crew.monitor = SimpleNamespace(hang=looks.append)  # type: ignore[assignment]
+    crew.end_hang()
+    crew.hears(0, Left(crew.attempt))
+    crew.end_hang()
+    assert len(looks) == 1
+    assert inbox.take(0.0) is None
+    crew.hears(1, Left(crew.attempt))
+    began = time.monotonic()
+    assert inbox.take(60.0) is None
+    assert time.monotonic() - began < 30
 
 
 def _stopped_while_it_goes_on(launcher: int, send: Callable[[object], None]) -> None:

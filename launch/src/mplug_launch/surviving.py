@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -79,19 +80,32 @@ class Entered:
     attempt: int
 
 
+@dataclass(frozen=True)
+class Left:
+    """A process has left its work with an error, which it keeps for `PATIENCE`: another one may have died."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """All processes have left their work, so none of them has died: no other attempt follows."""
+
+
 class Inbox:
     """Receives what the launcher sends: signals, and memberships."""
 
     def __init__(self, line: Pipe) -> None:
         self._line, self._ends_collectives = line, False
         self._newest: Membership | None = None
+        self._is_last = False
         self._changed = threading.Condition()
         threading.Thread(target=self._receive, daemon=True, name="mplug launcher").start()
 
     def take(self, seconds: float | None = None) -> Membership | None:
         """The newest membership; None if none comes in so many seconds."""
         with self._changed:
-            while not self._changed.wait_for(lambda: self._newest is not None, seconds):
+            while not self._changed.wait_for(lambda: self._newest is not None or self._is_last, seconds):
                 if not self._ends_collectives:
                     return None
             found, self._newest = self._newest, None
@@ -103,6 +117,11 @@ class Inbox:
                 message = self._line.recv()
             except (EOFError, OSError):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if isinstance(message, GiveUp):
+                with self._changed:
+                    self._is_last = True
+                    self._changed.notify_all()
+                continue
             if not isinstance(message, Membership):
                 os.kill(os.getpid(), message)
                 continue
@@ -191,6 +210,8 @@ def _attempted(
         failure, patience = (type(error).__name__, str(error)), 0.1
     except Exception as error:
         failure, patience = (type(error).__name__, str(error)), PATIENCE
+    with suppress(OSError):  # the launcher has closed the pipe
+        line.send(Left(attempt))
     again = inbox.take(patience)  # the error and what its traceback holds are free here
     return (None, again) if again is not None else (failure, None)
 

@@ -5,6 +5,7 @@ sends each of the others a `Membership`: its rank in the next attempt, or that i
 do then is in `surviving`.
 """
 
+import math
 import multiprocessing
 import sys
 import time
@@ -18,7 +19,7 @@ from mplug.errors import RunError
 from mplug.run.launching import Healing, Stopped
 from mplug_launch.launch import GRACE, PRELOADED
 from mplug_launch.pipes import TERMINATED, Handler, Pipes, cause_of_death
-from mplug_launch.surviving import Done, Entered, Membership, take_part
+from mplug_launch.surviving import PATIENCE, Done, Entered, GiveUp, Left, Membership, take_part
 
 LEAVING = 30.0
 """Seconds in which a process that has done its work may end what plugins have begun."""
@@ -78,6 +79,8 @@ class Crew(Pipes):
         self.results: dict[int, Any] = {}
         self.hung: set[int] = set()
         self.exit_codes: dict[int, int] = {}
+        self.left: dict[int, float] = {}
+        """When a process has left its work in this attempt."""
         self.processes: list[Any] = []
         self._watch()
 
@@ -107,6 +110,8 @@ class Crew(Pipes):
         """Receive a message that only this launcher knows, or that a process has sent in an earlier attempt."""
         if isinstance(message, Entered):
             self.attempts[rank] = message.attempt
+        elif isinstance(message, Left):
+            self._leave(rank, message.attempt)
         elif isinstance(message, Done):
             self.results[self.ranks[rank] if message.attempt == self.attempt else LATE] = message.result
             self._end(rank, "done")
@@ -124,6 +129,22 @@ class Crew(Pipes):
         found = [number for number, rank in self.ranks.items() if rank in ranks]
         self.hung.update(found)
         return found
+
+    def end_hang(self) -> None:
+        """Kill the processes that hang. One that has left its work sends no heartbeats, and the others wait for it."""
+        if time.monotonic() - max(self.left.values(), default=-math.inf) > 2 * PATIENCE:
+            super().end_hang()
+
+    def _leave(self, number: int, attempt: int) -> None:
+        """A process has left its work. If all have, none of them has died, and they need not wait for news."""
+        if attempt != self.attempt:
+            return
+        self.left[number] = time.monotonic()
+        if self.ranks.keys() <= self.left.keys():
+            for line, other in self.own_ends.items():
+                if other in self.ranks:
+                    with suppress(OSError):  # that process has died in the meantime
+                        line.send(GiveUp())
 
     def dead(self) -> list[int]:
         """The processes that take part and have failed. Spares that have died are forgotten."""
@@ -171,6 +192,7 @@ class Crew(Pipes):
         self.ends = [end for end in self.ends if end[1] not in failures]
         self.hung.clear()
         self.steps.clear()
+        self.left.clear()
         self.attempt += 1
         self._watch()
         self._send_memberships()

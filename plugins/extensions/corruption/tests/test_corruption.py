@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_corruption.copies import INTEGERS, checksum, coefficients, differences
+from mplug_corruption.copies import INTEGERS, Copies, checksum, coefficients, differences
 
 from mplug import hookimpl
 from mplug.errors import RunError
@@ -56,6 +56,19 @@ def run_with(settings: Mapping[str, Any], flip: BitFlip, directory: str) -> str:
     except RunError as error:
         return str(error)
     return ""
+
+
+def test_a_comparison_that_fails_ends_the_run_and_is_no_error_of_an_observer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The connection to a rank that has died breaks in it; the launcher names that rank."""
+
+    def breaks(copies: Copies) -> None:
+        raise RuntimeError("the connection is closed")
+
+    monkeypatch.setattr(Copies, "compare", breaks)
+    assert "the connection is closed" in run_with({}, BitFlip("weight", 1, 3), str(tmp_path))
+    assert "observer" not in capfd.readouterr().err
 
 
 def test_the_coefficients_of_copies_add_up_to_0() -> None:

@@ -1,6 +1,7 @@
 """The store of heartbeats: how ranks find the one that stands still, and a connection that breaks."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -86,6 +87,20 @@ def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
         answers.set()  # before the block joins the thread
     assert rank.text.startswith("rank 0 stopped answering")
     assert rank.address in rank.text
+
+
+def test_a_rank_0_that_has_died_or_ends_with_an_error_is_not_called_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has named the rank whose death has broken its connection, and its store is gone."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    rank = exchange(1, timeout=5)
+    rank.first = replace(rank._latest, rank=0, phrase="in step 4")
+    assert "last seen in step 4, has died or ended: its machine answers" in str(rank.lost_rank())
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a process that is suspended
+        rank.address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert "last seen in step 4, stopped answering" in rank._without_store()
+    rank.first = replace(rank._latest, rank=0, phrase="ending with a RuntimeError")
+    assert "last seen ending with a RuntimeError, has ended, and says why" in rank._without_store()
 
 
 def test_a_standstill_is_found_although_heartbeats_of_many_ranks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,15 @@
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mplug import RunError, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from mplug import Model, Optimizer, Piece, Run
     from mplug_corruption.copies import Comparison, Copies
@@ -44,6 +45,7 @@ class Corruption:
         self.config = config
         self.copies: Copies | None = None
         self._launched: tuple[int, Comparison] | None = None
+        self._failure: Exception | None = None
         self._is_first = False
         self._reported: set[str] = set()
 
@@ -54,6 +56,9 @@ class Corruption:
 
         self._is_first = run.rank == 0
         self.copies = Copies(run, model, pieces if self.config.states else [], optimizer)
+        unit = model.own_units[0]
+        part = model.module.get_submodule(unit.name)
+        setattr(part, unit.method, partial(self._unless_failed, getattr(part, unit.method)))
 
     @hookimpl
     def training_released(self) -> None:
@@ -64,7 +69,19 @@ class Corruption:
     def step_started(self, run: "Run") -> None:
         """Launch a comparison of what the last step has left. On a GPU, the CPU does not wait. Collective."""
         if self.copies is not None and run.step > 1 and (run.step - 1) % self.config.every == 0:
-            self._launched = run.step - 1, self.copies.compare()
+            try:
+                self._launched = run.step - 1, self.copies.compare()
+            except Exception as error:  # for which the host ends no run; the first unit raises it
+                self._failure = error.with_traceback(None)  # which would keep process groups, and their connections
+
+    def _unless_failed(self, call: "Callable[..., Any]", *inputs: Any, **optional: Any) -> Any:
+        """The first unit of this rank, unless a comparison has failed.
+
+        A rank that has died breaks it. In the passes, this rank would wait for others that still compare.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return call(*inputs, **optional)
 
     @hookimpl
     def step_figures(self) -> "Mapping[str, float] | None":

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -74,7 +75,8 @@ class GarbageCollection:
     @hookimpl
     def run_failed(self) -> None:
         """Restore Python's setting, and log what was collected."""
-        self._restore()
+        with suppress(OSError):  # the disk is full, which the host reports
+            self._restore()
 
     def _restore(self) -> None:
         if self._was_enabled is None:

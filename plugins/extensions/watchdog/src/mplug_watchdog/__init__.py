@@ -64,6 +64,7 @@ class Watchdog:
     @hookimpl
     def supervise(self, run: "Run") -> "Supervisor":
         """The object that watches a run."""
+        from mplug_watchdog.clocks import ahead
         from mplug_watchdog.heartbeats import Durations, Heartbeats, Limits, main_thread
         from mplug_watchdog.recorder import last_entered, record
 
@@ -72,6 +73,7 @@ class Watchdog:
         self._durations = Durations()
         limits = Limits(self.config.timeout, self.config.first, self.config.multiple)
         heartbeats = Heartbeats(run.rank, self._durations, limits, run.collectives_begun, main_thread)
+        heartbeats.ahead = ahead
         # A process that begins its work again has aborted collectives, and torch's recorder keeps pointers to their
         # events: to read it there may crash.
         begins_again = bool(run.kept)
@@ -99,9 +101,9 @@ class Watch:
 
     def monitor(self) -> "Monitor":
         """The launcher's listener. It finds no hang if the watchdog is off, because no heartbeat arrives."""
-        from mplug_watchdog.listener import Listener
+        from mplug_watchdog.transport import LauncherMonitor
 
-        return Listener(range(self._run.mesh.world_size))
+        return LauncherMonitor(range(self._run.mesh.world_size))
 
     def report(self, send: "Send") -> AbstractContextManager[None]:
         """Send heartbeats to the launcher during the block."""

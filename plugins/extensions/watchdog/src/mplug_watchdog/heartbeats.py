@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mplug import READING, Activity
+from mplug import READING, Activity, listed
 
 TICK = 1.0
 """Seconds between two heartbeats."""
@@ -116,6 +116,8 @@ class Beat:
     """The last collective of each group (`mplug_watchdog.recorder.Entered`), if the process makes no progress."""
     over: bool = False
     """Whether this is the last heartbeat of a process that has finished its work."""
+    ahead: float = 0.0
+    """Seconds by which the clock of the machine is ahead of the one that nobody sets (`clocks`)."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Heartbeats:
     collectives: Callable[[], CollectiveCounts]
     place: Callable[[], Place]
     recorded: Callable[[], Sequence[Mapping[str, Any]]] = list
+    ahead: Callable[[], float] = float
     _last: Sequence[Mapping[str, Any]] = ()
     _number: int = 0
     _quiet: float = 0.0
@@ -186,12 +189,18 @@ class Heartbeats:
             waits=place.waits,
             last_collectives=self._last,
             over=over,
+            ahead=self.ahead(),
         )
 
     @property
     def _recorded_after(self) -> float:
         """Seconds without progress after which heartbeats contain the last collectives."""
         return max(TICK, min(self.limits.timeout, self.durations.allowed(self.limits)) / 2)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """'rank 2', or 'ranks 0, 1 and 2'."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(map(str, sorted(ranks)))}"
 
 
 def born(pid: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mplug import Activity, listed
 from mplug_launch import Hang
-from mplug_watchdog.heartbeats import TICK, Beat
+from mplug_watchdog.heartbeats import TICK, Beat, named_ranks
 from mplug_watchdog.recorder import analysis, of_beat
 
 LATE = 5 * TICK
@@ -103,7 +103,7 @@ class Listener:
         of_ranks = [beat for beat in beats if beat.rank in ranks]
         groups = [
             *_groups(of_ranks, "last seen "),
-            *([f"{_ranks(never)}, before the first heartbeat,"] if never else []),
+            *([f"{named_ranks(never)}, before the first heartbeat,"] if never else []),
         ]
         state = (
             "the process is suspended, it hangs in native code, or its machine is down or unreachable"
@@ -165,11 +165,7 @@ def _groups(beats: Sequence[Beat], when: str = "", places: bool = False) -> list
     groups: dict[tuple[str, str, str], list[int]] = {}
     for beat in beats:
         groups.setdefault((beat.host, beat.phrase, f" at {beat.at}" if places else ""), []).append(beat.rank)
-    return [f"{_ranks(ranks)} on {host}, {when}{phrase}{at}," for (host, phrase, at), ranks in groups.items()]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(map(str, sorted(ranks)))}"
+    return [f"{named_ranks(ranks)} on {host}, {when}{phrase}{at}," for (host, phrase, at), ranks in groups.items()]
 
 
 def _listed(groups: Sequence[str]) -> str:

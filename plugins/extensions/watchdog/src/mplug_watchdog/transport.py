@@ -15,14 +15,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 from mplug import RunError, Send, UsageError
-from mplug_launch import PluginMessage
+from mplug_launch import Hang, PluginMessage
+from mplug_watchdog.clocks import Clocks
 from mplug_watchdog.heartbeats import TICK, Beat, Heartbeats, born
 from mplug_watchdog.listener import LATE, LastBeat, Listener, Verdict
 
@@ -33,6 +34,8 @@ READERS = 256
 """Maximum number of ranks with which a rank whose connection breaks reads all heartbeats to find the lost rank."""
 BROKEN = "a RuntimeError"
 """The reason why a rank ends whose connection to a lost rank broke; such a rank is not the lost one."""
+ENDING = "ending with "
+"""How the phrase of a rank begins that ends (`Durations.begin_ending`)."""
 LOG_SECONDS = 2.0
 """Seconds in which a process writes the reason of its end to its log; the disk may hang too."""
 
@@ -74,6 +77,31 @@ def reporting(heartbeats: Heartbeats, send: Send) -> Iterator[None]:
     beat(0.0, over=True)  # not after an error, which the process itself sends through the pipe
 
 
+class LauncherMonitor(Listener):
+    """The listener in a launcher, which also says which clocks jump."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        super().__init__(ranks)
+        self.clocks = Clocks()
+
+    def hear(self, rank: int, content: Beat) -> None:
+        """Store a heartbeat."""
+        super().hear(rank, content)
+        self.clocks.hear(content)
+
+    def hang(self, seconds: float) -> Hang | None:
+        """The processes that hang, `seconds` after the last call, or None."""
+        say_each(self.clocks.sentences(seconds))
+        return super().hang(seconds)
+
+
+def say_each(sentences: Iterable[str]) -> None:
+    """Print sentences that end nothing."""
+    for text in sentences:
+        log.warning("%s", text)
+        os.write(2, f"mplug: {text}\n".encode())
+
+
 @contextmanager
 def exchanging(heartbeats: Heartbeats, size: int, attempt: str) -> Iterator[None]:
     """Exchange heartbeats through the store during a block, and end this process when the run cannot continue.
@@ -112,6 +140,7 @@ class Exchange:
         self.interval = max(TICK, size / PER_SECOND)
         watched = [rank for rank in range(size) if rank != heartbeats.rank] if heartbeats.rank == 0 else [0]
         self.listener = Listener(watched, longest=2 * self.interval, late=max(LATE, 3 * self.interval))
+        self.clocks = Clocks()
         self.first: Beat | None = None
         """The last heartbeat that this process has read of rank 0."""
         self._latest = heartbeats.next(0.0)
@@ -140,18 +169,17 @@ class Exchange:
         """After a broken connection: a sentence that names the ranks without a heartbeat for a few seconds, or None."""
         if self.size > READERS:
             return None
+        if refuses(self.address):
+            return self._without_store()
         try:
             store = self._connected(seconds=5)
             before = self._read(store, range(self.size))
             time.sleep(3 * self.interval)
             after = self._read(store, range(self.size))
         except RuntimeError:
-            return (
-                f"{self._rank_zero()} has ended, or its machine is down or unreachable: its store at {self.address} "
-                f"does not answer"
-            )
+            return self._without_store()
         lost = [beat for rank, beat in after.items() if before.get(rank) == beat and not beat.over]
-        lost = [beat for beat in lost if not beat.phrase.startswith(f"ending with {BROKEN}")] or lost
+        lost = [beat for beat in lost if not beat.phrase.startswith(f"{ENDING}{BROKEN}")] or lost
         names = " and ".join(f"rank {beat.rank} on {beat.host}, last seen {beat.phrase}," for beat in lost)
         return f"{names} died or is unreachable: the connection broke" if lost else None
 
@@ -168,6 +196,16 @@ class Exchange:
             self._end(self._without_store(), (self.first,) if self.first else ())
 
     def _without_store(self) -> str:
+        if self.first is not None and self.first.phrase.startswith(ENDING):
+            return (
+                f"rank 0 on {self.first.host}, last seen {self.first.phrase}, has ended, and says why; its store at "
+                f"{self.address} is closed"
+            )
+        if refuses(self.address):
+            return (
+                f"{self._rank_zero()} has died or ended: its machine answers, but nothing serves the store at "
+                f"{self.address} any more"
+            )
         return (
             f"{self._rank_zero()} stopped answering {self._unanswered:.0f} s ago: the process is suspended, or its "
             f"machine, which serves the store at {self.address}, is down or unreachable "
@@ -202,6 +240,8 @@ class Exchange:
             now = time.monotonic()
             self._unanswered = self._suspended = 0.0
             self.listener.pass_time(now - last)
+            if self.heartbeats.rank == 0:
+                say_each(self.clocks.sentences(now - last))
             last = now
             self._judge(store)
             if over:
@@ -218,8 +258,10 @@ class Exchange:
 
     def _exchange(self, store: Any) -> None:
         store.set(f"beat/{self.heartbeats.rank}", json.dumps(asdict(self._latest)))
+        self.clocks.hear(self._latest)
         for rank, beat in self._read(store, self.listener.last_beats).items():
             self.listener.hear(rank, beat)
+            self.clocks.hear(beat)
             if rank == 0:
                 self.first = beat
 
@@ -264,6 +306,16 @@ class Exchange:
             writing.start()
             writing.join(LOG_SECONDS)
             os._exit(1)
+
+
+def refuses(address: str) -> bool:
+    """Whether the machine of an address answers that no process listens there. One that is down does not answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def kill_if_here(beat: Beat) -> None:

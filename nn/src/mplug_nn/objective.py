@@ -119,6 +119,7 @@ class Objective(nn.Module):
         self.returns = recalls
         self.outputs: Mapping[str, tuple[str, ...]] = {}
         self.soft_cap: float | None = None
+        self.measures = False
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
         self.divergence: Callable[..., Tensor] = divergence
         self.top_divergence: Callable[..., Tensor] = top_divergence
@@ -147,13 +148,13 @@ class Objective(nn.Module):
         return self.summed(sums_of(values, sequences, number))
 
     def report(self, hidden: Tensor, labels: Tensor, share: float = 1.0, **figures: Tensor) -> None:
-        """Add sums [] to the figures of a step of training, by their names with '_' for '/'.
+        """Add sums [] to the figures of a step, by their names with '_' for '/'; none in an evaluation during training.
 
         `hidden` and `labels` are those of `forward`. Sequence parallelism gathers the sequence before the loss, so
         several ranks know the same sums, and each counts its part of them.
         """
         share *= hidden.shape[1] / labels.shape[1]
-        for name, value in figures.items() if self.training else ():
+        for name, value in figures.items() if self.training or self.measures else ():
             count(getattr(self, name), (share * value.detach()).to(torch.float64))
 
     @staticmethod
@@ -181,9 +182,10 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
 def replace_end(run: "Run", model: "Model", objective: Objective, label: str) -> None:
     """Let a model compute an objective instead of the cross-entropy, also in a run that does not train.
 
-    Call it in `adapt_model`. `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the
-    micro batches lack an entry of the objective or have weights that it does not use, if the model has another end than
-    `Head`, or if it predicts tokens further ahead and the objective counts something else than tokens.
+    There, the objective adds to its figures in evaluations (`mplug_validation.Figures` reads them). Call it in
+    `adapt_model`. `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the micro batches
+    lack an entry of the objective or have weights that it does not use, if the model has another end than `Head`, or if
+    it predicts tokens further ahead and the objective counts something else than tokens.
     """
     unit, head = end_of(model, label)
     counts = None if type(objective).number_in is Objective.number_in else objective.number_in
@@ -205,7 +207,7 @@ def replace_end(run: "Run", model: "Model", objective: Objective, label: str) ->
             f"{loader} has weights of the losses of targets ('{LOSS_WEIGHTS}'), which {label} would ignore: its loss "
             f"is not a sum over targets; use data without weights"
         )
-    objective.soft_cap = head.soft_cap
+    objective.soft_cap, objective.measures = head.soft_cap, not run.trains
     if not objective.projects:
         _without_projection(model, unit, head)
     setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)

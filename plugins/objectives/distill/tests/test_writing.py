@@ -2,22 +2,21 @@
 
 import fcntl
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from drawn_weights import DrawnWeights
 from mplug_distill import top_writer
 from mplug_distill.top_file import TopFile
 from mplug_distill.top_writer import folder_of, is_left
 from mplug_distill.writing import Job, Rounds, prepared, taught
 
-from mplug import Model, Run, UsageError
-from mplug.commands import build_model
+from mplug import UsageError
 from mplug_nn.top_probabilities import token_top_probabilities
-from mplug_saving.boxes import held_boxes
 from mplug_testing.harness import as_rank, overrides_of, tiny_settings
 from mplug_testing.workers import run_workers
 
@@ -32,27 +31,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Weights that follow from the names of the parameters. `path` is the folder of which the file states a digest."""
-
-    path: Path
-
-    def load(self, run: Run, allocate: Any) -> Model:
-        model = build_model(run)
-        allocate(run, model)
-        for name, parameter in model.parameters().items():
-            placement = model.placements[name]
-            generator = torch.Generator().manual_seed(sum(name.encode()))
-            whole = torch.randn(placement.shape, generator=generator, dtype=torch.float64) / 3
-            for start, part in held_boxes(placement, parameter.data, run.rank).parts.items():
-                part.copy_(whole[tuple(slice(at, at + n) for at, n in zip(start, part.shape, strict=True))])
-        model.weights_written()
-        return model
-
-
 def job_of(output: Path, layout: str = "", samples: int = SAMPLES, **changes: Any) -> Job:
-    weights: Any = Drawn(output.parent / "weights")
+    weights: Any = DrawnWeights(output.parent / "weights")
     own = {**SETTINGS, "trainer.micro_batch_size": 2, "trainer.global_batch_size": 8, "parallel.layout": layout}
     return Job(tiny_settings(), overrides_of({**own, **changes}), weights, "train", samples, K, "float64", output)
 

@@ -27,7 +27,7 @@ class Classification:
 
     captures = True
     computes = "scores of classes"  # in place of the logits of a text
-    suggestion = "see its curves with: mplug report {name}"
+    suggestion = "measure it with: mplug evaluate --name {name}"
     layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
 
     def __init__(self, config: Config) -> None:

@@ -131,7 +131,12 @@ class Rounds:
     """
 
     def __init__(self, run: "Run", model: "Model", job: Job) -> None:
-        self.run, self.stepper, self.source = run, cast("Any", forward_stepper(run, model)), feed(run, model, job.split)
+        self.run, self.source, self.stepper = run, feed(run, model, job.split), cast("Any", forward_stepper(run, model))
+        if not hasattr(self.stepper, "outputs"):
+            raise UsageError(
+                f"a strategy of the layout '{run.config.parallel.layout}' has a stepper that returns losses "
+                f"alone; use another --parallel"
+            )
         self.loader: Loader = self.source.loader
         self.number = _number(run, job, self.loader)
         self.size, self.shards = run.micro_batch_size, run.mesh.batch_shard(run.rank)[1]

@@ -123,7 +123,7 @@ class Objective(nn.Module):
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
         self.divergence: Callable[..., Tensor] = divergence
         self.top_divergence: Callable[..., Tensor] = top_divergence
-        self.top_probabilities: Callable[..., Tensor] = top_probabilities
+        self.top_probabilities: Callable[..., tuple[Tensor, Tensor]] = top_probabilities
         self.summed: Callable[[Tensor], tuple[Tensor, float]] = summed
         self.gathered: Callable[[Tensor], Tensor] = gathered
         for name in self.figures:

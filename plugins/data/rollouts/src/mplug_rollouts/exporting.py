@@ -4,6 +4,7 @@
 """
 
 import sys
+from runpy import run_module
 
 from mplug_rollouts.parent import end_with_parent
 
@@ -11,10 +12,7 @@ from mplug_rollouts.parent import end_with_parent
 def main() -> None:
     """Run the command of the arguments."""
     end_with_parent(int(sys.argv.pop(1)))
-    from mplug.cli import main as command
-
-    sys.argv[0] = "mplug"
-    command()
+    run_module("mplug", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

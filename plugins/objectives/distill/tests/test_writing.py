@@ -2,21 +2,26 @@
 
 import fcntl
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from drawn_weights import DrawnWeights
 from mplug_distill import top_writer
 from mplug_distill.top_file import TopFile
 from mplug_distill.top_writer import folder_of, is_left
 from mplug_distill.writing import Job, Rounds, prepared, taught
+from torch import Tensor
 
 from mplug import UsageError
-from mplug_nn.top_probabilities import token_top_probabilities
+from mplug_nn.top_probabilities import Parts, token_top_probabilities
 from mplug_testing.harness import as_rank, overrides_of, tiny_settings
 from mplug_testing.workers import run_workers
 
@@ -74,17 +79,47 @@ def test_the_file_does_not_depend_on_the_layout(world: int, layouts: tuple[str, 
         require_same(one, job.output, bits=(LAYOUTS | LARGER)[layout])
 
 
-def test_a_vocabulary_in_parts_has_the_largest_probabilities_of_the_whole() -> None:
-    """Plain torch is the reference; k exceeds the 3 tokens of the smallest part."""
-    logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+class Ranks:
+    """Threads in the place of ranks that divide a vocabulary of `size` tokens; the last ones may have padding alone."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.each, self.values = number, -(-size // number), [torch.empty(0)] * number
+        self.barrier = Barrier(number, timeout=20)
+
+    def all_of(self, rank: int, values: Tensor) -> list[Tensor]:
+        self.values[rank] = values
+        self.barrier.wait()
+        found = [*self.values]
+        self.barrier.wait()
+        return found
+
+    def find(self, rank: int, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        padded = F.pad(logits, (0, self.number * self.each - logits.shape[1]), value=float("-inf"))
+
+        def merge(values: Tensor, op: str) -> Tensor:
+            found = torch.stack(self.all_of(rank, values))
+            return found.sum(dim=0) if op == "SUM" else found.amax(dim=0)
+
+        parts = Parts(lambda values: torch.cat(self.all_of(rank, values), dim=1), merge, rank * self.each)
+        return token_top_probabilities(padded.split(self.each, dim=1)[rank], k, parts)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("size", [11, 5])
+def test_a_vocabulary_in_parts_has_the_largest_probabilities_of_the_whole(size: int, ranks: int) -> None:
+    """Plain torch is the reference. k exceeds the tokens of a part; the last of four parts of 5 has padding alone."""
+    logits = torch.randn(4, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     logs = logits.log_softmax(dim=-1)
-    for k in (1, 6, 11):
-        tokens, found = token_top_probabilities(logits, k)
+    for k in (1, 4, size):
+        together = Ranks(ranks, size)
+        with ThreadPoolExecutor(ranks) as threads:
+            results = [*threads.map(partial(together.find, logits=logits, k=k), range(ranks))]
         expected, order = logs.topk(k, dim=-1)
-        assert torch.equal(tokens, order)
-        torch.testing.assert_close(found[:, :k], expected, rtol=1e-12, atol=1e-12)
-        rest = 1 - expected.exp().sum(dim=-1)
-        torch.testing.assert_close(found[:, k].exp(), rest.clamp(min=0), rtol=1e-9, atol=1e-12)
+        for tokens, found in results:
+            assert torch.equal(tokens, order)
+            torch.testing.assert_close(found[:, :k], expected, rtol=1e-12, atol=1e-12)
+            rest = 1 - expected.exp().sum(dim=-1)
+            torch.testing.assert_close(found[:, k].exp(), rest.clamp(min=0), rtol=1e-9, atol=1e-12)
 
 
 class Killed(BaseException):

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import click
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -101,6 +102,8 @@ def taught(run: "Run", job: Job) -> tuple[int, int]:
     rounds = Rounds(run, model, job)
     with _file(run, job, rounds) as writer, shown(rounds.number if writer else None) as advance:
         done, digests = _shared(run, (0, []) if writer is None else (writer.num_samples, writer.digests))
+        if done and not run.rank:
+            click.echo(f"an interrupted command has written {done:,} samples, which are kept", err=True)
         rounds.skip(digests)
         advance(done)
         for found in rounds.results(done):

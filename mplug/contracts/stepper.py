@@ -111,6 +111,6 @@ class ForwardStepper(Stepper, Protocol):
     def outputs(self, micro_batches: Iterable[RankBatch]) -> "list[Mapping[str, Tensor]]":
         """The activations that the last unit returns for each micro batch, without gradients or dropout.
 
-        Of a divided model, ranks without the last unit return an empty list. Only called if the plan recalls entries
-        (`Plan.recalled`), which no strategy with a stepper of its own in `build_stepper` supports.
+        Of a divided model, ranks without the last unit return an empty list. Called if the plan recalls entries
+        (`Plan.recalled`), which no strategy with a stepper of its own in `build_stepper` supports, and by commands.
         """

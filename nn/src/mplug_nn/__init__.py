@@ -151,6 +151,7 @@ if TYPE_CHECKING:
     from mplug_nn.normal_tail import NORMAL_TAIL_END as NORMAL_TAIL_END
     from mplug_nn.normal_tail import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
     from mplug_nn.objective import Objective as Objective
+    from mplug_nn.objective import replace_end as replace_end
     from mplug_nn.objective import return_log_probabilities as return_log_probabilities
     from mplug_nn.objective import set_objective as set_objective
     from mplug_nn.objective import sums_of as sums_of

@@ -26,6 +26,7 @@ from mplug_nn.multi_token_prediction import TokensAhead
 from mplug_nn.router import ALL_EXPERTS, Router
 from mplug_nn.statistics import count
 from mplug_nn.top_divergence import TOP_DIVERGENCE, top_divergence
+from mplug_nn.top_probabilities import TOP_PROBABILITIES, top_probabilities
 from mplug_pretrained.external import ScoreHead
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def gathered(values: Tensor) -> Tensor:
     return values
 
 
+OF_LOGITS = (LOG_PROBABILITIES, DIVERGENCE, TOP_DIVERGENCE, TOP_PROBABILITIES)
+"""The slots that compute logits."""
 SUMMED = Slot("Objective.summed", "objective", summed, sums_parts=True)
 GATHERED = Slot("Objective.gathered", "objective", gathered)
 
@@ -87,6 +90,9 @@ class Objective(nn.Module):
     `labels` are the names of the scores of such a head, whose weight is `score.weight`: published classifiers of
     decoders have it in place of the projection.
 
+    `outputs` maps the names of further results, which follow those, to their axes. They are not for the host: who runs
+    the model forward finds them in what the last unit returns (`ForwardStepper.outputs`).
+
     `weighted` says that `weights` [B, S] multiply the losses of targets. A loss that is not of targets (of pairs, say)
     sets it to False, and data that have weights are refused.
 
@@ -94,7 +100,7 @@ class Objective(nn.Module):
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, DIVERGENCE, TOP_DIVERGENCE, SUMMED, GATHERED)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (*OF_LOGITS, SUMMED, GATHERED)
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
     projects: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True
@@ -111,10 +117,13 @@ class Objective(nn.Module):
         super().__init__()
         self.entries, self.figures, self.recalls, self.shifted = entries, tuple(figures), recalls, shifted
         self.returns = recalls
+        self.outputs: Mapping[str, tuple[str, ...]] = {}
         self.soft_cap: float | None = None
+        self.measures = False
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
         self.divergence: Callable[..., Tensor] = divergence
         self.top_divergence: Callable[..., Tensor] = top_divergence
+        self.top_probabilities: Callable[..., tuple[Tensor, Tensor]] = top_probabilities
         self.summed: Callable[[Tensor], tuple[Tensor, float]] = summed
         self.gathered: Callable[[Tensor], Tensor] = gathered
         for name in self.figures:
@@ -126,7 +135,7 @@ class Objective(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here."""
-        of_logits = slot in (LOG_PROBABILITIES.name, DIVERGENCE.name, TOP_DIVERGENCE.name)
+        of_logits = any(slot == one.name for one in OF_LOGITS)
         return frozenset({CAPPED}) if of_logits and self.soft_cap is not None else frozenset()
 
     @staticmethod
@@ -139,13 +148,13 @@ class Objective(nn.Module):
         return self.summed(sums_of(values, sequences, number))
 
     def report(self, hidden: Tensor, labels: Tensor, share: float = 1.0, **figures: Tensor) -> None:
-        """Add sums [] to the figures of a step of training, by their names with '_' for '/'.
+        """Add sums [] to the figures of a step, by their names with '_' for '/'; none in an evaluation during training.
 
         `hidden` and `labels` are those of `forward`. Sequence parallelism gathers the sequence before the loss, so
         several ranks know the same sums, and each counts its part of them.
         """
         share *= hidden.shape[1] / labels.shape[1]
-        for name, value in figures.items() if self.training else ():
+        for name, value in figures.items() if self.training or self.measures else ():
             count(getattr(self, name), (share * value.detach()).to(torch.float64))
 
     @staticmethod
@@ -164,13 +173,20 @@ def _attribute(name: str) -> str:
 def set_objective(run: "Run", model: "Model", objective: Objective, label: str) -> None:
     """Let a model that trains compute an objective instead of the cross-entropy. Call it in `adapt_model`.
 
-    `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the micro batches lack an entry
-    of the objective or have weights that it does not use, if the model has another end than `Head`, or if it predicts
-    tokens further ahead and the objective counts something else than tokens.
-    Does nothing in a run that does not train.
+    Does nothing in a run that does not train. All else is as in `replace_end`.
     """
-    if not run.trains:
-        return
+    if run.trains:
+        replace_end(run, model, objective, label)
+
+
+def replace_end(run: "Run", model: "Model", objective: Objective, label: str) -> None:
+    """Let a model compute an objective instead of the cross-entropy, also in a run that does not train.
+
+    There, the objective adds to its figures in evaluations (`mplug_validation.Figures` reads them). Call it in
+    `adapt_model`. `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the micro batches
+    lack an entry of the objective or have weights that it does not use, if the model has another end than `Head`, or if
+    it predicts tokens further ahead and the objective counts something else than tokens.
+    """
     unit, head = end_of(model, label)
     counts = None if type(objective).number_in is Objective.number_in else objective.number_in
     counts_tokens = counts is None and objective.of_tokens
@@ -191,7 +207,7 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
             f"{loader} has weights of the losses of targets ('{LOSS_WEIGHTS}'), which {label} would ignore: its loss "
             f"is not a sum over targets; use data without weights"
         )
-    objective.soft_cap = head.soft_cap
+    objective.soft_cap, objective.measures = head.soft_cap, not run.trains
     if not objective.projects:
         _without_projection(model, unit, head)
     setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)
@@ -213,7 +229,9 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
         count=counts,
     )
     if objective.returns:
-        _add_output(model, changed)
+        _add_output(model, LOG_PROBABILITIES_OUTPUT, TOKENS)
+    for name, axes in objective.outputs.items():
+        _add_output(model, name, axes)
 
 
 def return_log_probabilities(model: "Model", label: str) -> None:
@@ -230,16 +248,17 @@ def return_log_probabilities(model: "Model", label: str) -> None:
         )
     if not objective.returns:
         objective.returns = True
-        _add_output(model, unit)
+        _add_output(model, LOG_PROBABILITIES_OUTPUT, TOKENS)
 
 
-def _add_output(model: "Model", unit: Unit) -> None:
-    """Add the log-probabilities of labels to the outputs of a unit."""
-    changed = replace(unit, outputs=(*unit.outputs, LOG_PROBABILITIES_OUTPUT))
+def _add_output(model: "Model", name: str, axes: tuple[str, ...]) -> None:
+    """Add an activation with these axes to the outputs of the model's last unit."""
+    unit = _last_unit(model)
+    changed = replace(unit, outputs=(*unit.outputs, name))
     model.plan = replace(
         model.plan,
         units=tuple(changed if one is unit else one for one in model.plan.units),
-        activations={**model.plan.activations, LOG_PROBABILITIES_OUTPUT: TOKENS},
+        activations={**model.plan.activations, name: axes},
     )
 
 
@@ -294,7 +313,7 @@ def width_at_end(model: "Model", label: str) -> int:
 
 def end_of(model: "Model", label: str) -> tuple[Unit, Head]:
     """The unit that computes the loss, and its module."""
-    unit = next(unit for unit in model.plan.units if "loss" in unit.outputs)
+    unit = _last_unit(model)
     head = model.module.get_submodule(unit.name)
     if not isinstance(head, Head):
         raise UsageError(
@@ -302,3 +321,8 @@ def end_of(model: "Model", label: str) -> tuple[Unit, Head]:
             f"'{unit.name}' of this model is a {type(head).__name__}; use another model or another head"
         )
     return unit, head
+
+
+def _last_unit(model: "Model") -> Unit:
+    """The unit that computes the loss."""
+    return next(unit for unit in model.plan.units if "loss" in unit.outputs)

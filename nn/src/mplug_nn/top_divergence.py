@@ -62,7 +62,7 @@ def _others(logits: Tensor, columns: Tensor) -> Tensor:
     return _wide(logits).masked_fill(chosen > 0, float("-inf"))
 
 
-def _log_of_others(logits: Tensor, columns: Tensor, merge: Merge) -> Tensor:
+def log_of_others(logits: Tensor, columns: Tensor, merge: Merge) -> Tensor:
     """log sum exp(z) over the tokens of all parts but those of the columns [N]; minus infinity if there is none."""
     parts = [*zip(*(one.split(_rows(logits)) for one in (logits, columns)), strict=True)]
     highest = merge(torch.cat([_others(*part).amax(dim=-1) for part in parts]), "MAX")
@@ -77,7 +77,7 @@ class _TopDivergences(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, columns, taught, merge):  # type: ignore[no-untyped-def]
-        of_others = _log_of_others(logits, columns, merge)
+        of_others = log_of_others(logits, columns, merge)
         own = torch.where(columns < 0, 0.0, _wide(logits.gather(1, columns.clamp(min=0))))
         own = torch.cat((merge(own, "SUM"), of_others[:, None]), dim=1)  # [N, k + 1]
         log_sum, taught = own.logsumexp(dim=-1), taught.to(own.dtype)

@@ -27,7 +27,7 @@ UNPUBLISHED = "the adapters of this run have no form of their own:"
 
 
 def adapters_of(model: "Model") -> Adapters:
-    """The published form of a model's adapters; UsageError if it has none."""
+    """The published form of a model's adapters, with a head of scores if it has one; UsageError if there is no form."""
     if model.adapters is None:
         raise UsageError(
             "this run has no adapters: no plugin of it attaches any; train with --adapt, or name the format of a whole "
@@ -36,7 +36,12 @@ def adapters_of(model: "Model") -> Adapters:
     if model.adapters.names is None:
         raise UsageError(f"{UNPUBLISHED} {model.adapters.reason}")
     adapters: Adapters = model.adapters
-    return adapters
+    scores = None if model.plan.external is None else model.plan.external.scores
+    if scores is None:
+        return adapters
+    if adapters.scored is None:
+        raise UsageError(f"{UNPUBLISHED} they have none beside the scores '{scores.weight}', which the run also trains")
+    return adapters.scored(scores)
 
 
 def adapter_conversion(model: "Model") -> Conversion:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug_pretrained.external import ExternalNames
+from mplug_pretrained.external import ExternalNames, ScoreHead
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class Adapters:
     ValueError, with a clause ('have r=4, and the run has 8; use the settings of the folder'), unless the software of
     this format computes with the folder what the run computes. Without it, all fields must be those of `config`. The
     format compares the names and shapes of the tensors.
+
+    `scored` returns the form of the adapters together with a head of scores that the run trains beside them; None if
+    the format has no such form.
     """
 
     format: str
@@ -67,3 +70,4 @@ class Adapters:
     path: Path | None = None
     reason: str = ""
     check: Callable[[Mapping[str, Any], Collection[str]], None] | None = None
+    scored: "Callable[[ScoreHead], Adapters] | None" = None

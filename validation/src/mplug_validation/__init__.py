@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mplug_validation.evaluation import UntilStopped as UntilStopped
     from mplug_validation.evaluation import Validation as Validation
     from mplug_validation.evaluation import evaluate as evaluate
+    from mplug_validation.figures import Figures as Figures
     from mplug_validation.other_weights import in_place as in_place
 
 publish(__name__)

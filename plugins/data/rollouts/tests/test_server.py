@@ -1,12 +1,14 @@
 """Answers of a server that completes prompts: what is wrong with one is said, and what passes is asked again."""
 
 import json
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,14 +129,14 @@ def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any],
 
 
 def program(path: Path, lines: str) -> str:
-    """A program in the place of Python, which gets: -m mplug checkpoint export FOLDER ..."""
+    """A program in the place of Python, which gets: -m mplug_rollouts.exporting PARENT checkpoint export FOLDER ..."""
     path.write_text(f"#!/bin/sh\n{lines}\n")
     path.chmod(0o755)
     return str(path)
 
 
 def test_an_export_that_writes_many_warnings_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", 'head -c 200000 /dev/zero >&2; mkdir "$5"'))
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", 'head -c 200000 /dev/zero >&2; mkdir "$6"'))
     exports = served_module.Exports(tmp_path, "huggingface")
     exports.add(4)
     deadline = time.monotonic() + 20
@@ -147,7 +149,7 @@ def test_an_export_that_writes_many_warnings_ends(tmp_path: Path, monkeypatch: p
 def test_an_export_that_does_not_end_is_killed_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = 'trap "" TERM; mkdir "${5%/*}/.export-1"; touch begun; while :; do sleep 0.1; done'
+    lines = 'trap "" TERM; mkdir "${6%/*}/.export-1"; touch begun; while :; do sleep 0.1; done'
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", lines))
     monkeypatch.setattr(served_module, "PATIENCE", 0.1)
     run = tmp_path / "runs" / "mine"
@@ -161,3 +163,67 @@ def test_an_export_that_does_not_end_is_killed_and_leaves_nothing(
     assert process is not None
     assert process.poll() is not None
     assert [*(run / "served").iterdir()] == []
+
+
+class Loads:
+    """A server that keeps the folders that it is told to load."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.folders, self.fails = list[str](), fails
+
+    def load(self, folder: Path) -> None:
+        if self.fails:
+            raise RunError("no answer")
+        self.folders.append(folder.name)
+
+
+ENDINGS = {
+    "done": "",
+    "the server is gone": "the server has the weights of step 0, and not those of step 6: no answer",
+    "Ctrl-C": "the server has the weights of step 0, and not those of step 6, because the run was asked to stop",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_weights_of_the_last_checkpoint_reach_the_server(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last checkpoint is complete while the export of the one before is under way."""
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", 'sleep 0.2; mkdir "$6"'))
+    run: Any = SimpleNamespace(rank=0, directory=tmp_path, stop_requested=ending == "Ctrl-C")
+    sampler = served_module.ServedSampler(run, ServerConfig(addresses=["http://a"], weights="checkpoints"))
+    sampler.client = loads = Loads(fails=ending == "the server is gone")  # type: ignore[assignment]
+    for step in (4, 6):
+        sampler.saved(tmp_path / f"step_{step:08d}")
+    sampler.finish()
+    sampler.close()
+    said = capsys.readouterr().err
+    assert "waiting for the export of step 6, whose weights the server loads" in said
+    assert ENDINGS[ending] in said
+    assert ("and not those" in said) is (ending != "done")
+    assert loads.folders == (["step_00000004", "step_00000006"] if ending == "done" else [])
+
+
+WATCHED = """
+import os, subprocess, sys, time
+code = "import sys, time; from mplug_rollouts.parent import end_with_parent; end_with_parent(int(sys.argv[1]))"
+code += "; print(flush=True); time.sleep(99)"
+child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid())], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(99)
+"""
+
+
+def test_an_export_ends_when_its_run_is_killed() -> None:
+    run = subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    with run.stdout:
+        child = Path("/proc") / run.stdout.readline().strip() / "stat"
+    assert child.exists()
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 20
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

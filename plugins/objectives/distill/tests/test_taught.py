@@ -9,8 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from mplug_distill.taught import Taught, fingerprint
-from mplug_distill.top_file import Origin, TopFile, digest, written
-from mplug_distill.writing import largest
+from mplug_distill.top_file import Origin, TopFile, digest
+from mplug_distill.top_writer import written
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import Parts, build, build_loader
 from mplug_nn.top_divergence import top_divergence
+from mplug_nn.top_probabilities import token_top_probabilities as largest
 from mplug_testing import CommandSuite
 from mplug_testing.harness import as_rank, in_fp64, tiny_run, train_steps
 from mplug_testing.parity import require_parity
@@ -281,7 +282,7 @@ def test_a_run_teaches_another_one_by_commands(tmp_path: Path, monkeypatch: pyte
     assert TopFile(tmp_path / "f", "data.file").origin.tokenizer is not None
     student = ("train", "--name", "s", *common, "--objective", "distill", "--data", "taught", "--set", "data.file=f")
     call(*student, "--set", "data.of={name: text, path: text.txt}")
-    call("evaluate", "--name", "s", "--samples", "4", "--split", "train")
+    call("evaluate", "--name", "s", "--samples", "4")  # the validation split has no file, and needs none here
     shutil.copy("text.txt", "other.txt")
     with Path("other.txt").open("a") as file:
         file.write("eleven")

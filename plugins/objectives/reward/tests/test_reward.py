@@ -13,6 +13,7 @@ from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
 from mplug.training.batch_parts import without_extra_targets
 from mplug_pretrained import ExportOptions, format_named
+from mplug_pretrained.adapter_files import load_adapters
 from mplug_pretrained.public_load import fill_from, open_published, weights_of
 from mplug_pretrained.transfer import fill_theirs
 from mplug_testing.harness import in_fp64, tiny_run, train_steps
@@ -243,11 +244,63 @@ def test_the_folder_of_a_language_model_begins_a_reward_model(tmp_path: Path) ->
     assert all(torch.equal(one, again[name]) for name, one in own.items())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
+@pytest.mark.parametrize("kind", ["lora", "dora", "classes"])
+@pytest.mark.wide("families", quick=["lora"])
+def test_adapters_and_scores_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+    """PEFT computes our scores with our folder, and what it saves then begins a run with the same values."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    from peft_models import write_adapters
+
+    classes = {"data.name": "mock", "objectives.classify.labels": ["a", "b", "c"]}
+    objective = classes if kind == "classes" else PAIRS
+    settings = {**objective, **UNTIED, **LORA, "adapters.lora.dora": kind == "dora", "kernels.default": None}
+    plain = tiny_run(in_fp64({**UNTIED, "kernels.default": None}))
+    base = written(build(plain), plain, tmp_path / "base")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    write_adapters(build_model(tiny_run(in_fp64(settings))), ours)
+    parts = with_adapters(ours, settings)
+    tokens, own = torch.arange(3, 20), {name: one.data for name, one in parts.model.parameters().items()}
+    library = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=len(own[SCORE]), dtype=torch.float64
+    )
+    model = peft.PeftModel.from_pretrained(library, ours).double().eval()
+    with torch.no_grad():
+        expected = own[SCORE] @ last_hidden(parts, tokens)
+        assert torch.allclose(model(tokens[None]).logits[0], expected, rtol=1e-5)
+        with model.disable_adapter():
+            assert not torch.allclose(model(tokens[None]).logits[0], expected, rtol=1e-2)
+    model.save_pretrained(theirs)
+    assert json.loads((theirs / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    again = with_adapters(theirs, {**settings, "adapters.lora.base": str(base)}).model.parameters()
+    assert all(torch.equal(one, again[name]) for name, one in own.items() if "adapter" in name or name == SCORE)
+
+
+def with_adapters(folder: Path, settings: dict[str, Any]) -> Parts:
+    """The parts of a run that begins with a folder of PEFT."""
+    run = tiny_run(in_fp64({**settings, "adapters.lora.path": str(folder)}))
+    parts = build(run)
+    load_adapters(run, parts.model, parts.pieces)
+    return parts
+
+
+def test_adapters_of_a_language_model_begin_a_reward_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from peft_models import write_adapters
+
+    settings, chat = {**PAIRS, **UNTIED, **LORA}, tmp_path / "chat"
+    write_adapters(build_model(tiny_run(in_fp64({**UNTIED, **LORA, "kernels.default": None}))), chat)
+    found = (build(tiny_run(in_fp64(settings))), with_adapters(chat, settings))
+    first, own = (one.model.parameters()[SCORE] for one in found)
+    assert torch.equal(first, own)
+
+
 def test_an_export_that_the_library_has_no_class_for_is_refused() -> None:
     settings = {**PAIRS, **UNTIED, "model.name": "granite"}
-    run = tiny_run(settings)
-    with pytest.raises(UsageError, match="no class with a head of scores for 'GraniteForCausalLM'"):
-        format_named("huggingface").format.export(run, build(run).model, ExportOptions(None, 1 << 30))
+    for form, more in (("huggingface", {}), ("peft", LORA)):
+        run = tiny_run({**settings, **more})
+        with pytest.raises(UsageError, match="no class with a head of scores for 'GraniteForCausalLM'"):
+            format_named(form).format.export(run, build(run).model, ExportOptions(None, 1 << 30))
 
 
 def test_a_frozen_head_would_freeze_the_scores_and_is_refused() -> None:

@@ -23,6 +23,7 @@ def end_cases() -> Iterator[Case]:
     yield _log_probabilities("an odd vocabulary and length, ignored labels", (2, 33), 37, ignored=5)
     yield from (_divergence(kind, (2, 33), 37, ignored=5) for kind in KINDS)
     yield from (_top_divergence(f"{k} of 37 tokens", (2, 33), 37, k, ignored=5) for k in (4, 37))
+    yield from (_top_probabilities(f"{k} of 37 tokens", (2, 33), 37, k) for k in (4, 37))
     yield Case(("Objective.summed",), "values [B, N, F]", Objective(), {"values": Drawn(0).normal(2, 3, 2)}, _of_parts)
     values = {"values": Drawn(0).normal(2, 16, 3)}
     yield Case(("Objective.gathered",), "values [B, S, F]", Objective(), values, _of_positions)
@@ -130,6 +131,18 @@ def _top_divergence(name: str, rows: tuple[int, int], v: int, k: int, ignored: i
         return lambda: {"divergences": found(x["hidden"], project, x["labels"], tokens, logs)}
 
     return Case(("Loss.top_divergence",), name, Objective(), inputs, bind)
+
+
+def _top_probabilities(name: str, rows: tuple[int, int], v: int, k: int) -> Case:
+    """Without the tokens: those of logits that are equal in a low precision may differ."""
+    d, drawn = 24, Drawn(v + k)
+    inputs = {"hidden": drawn.normal(*rows, d), "weight": drawn.normal(v, d)}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        project, found = with_weight(d, v, x["weight"]), suppliers["Loss.top_probabilities"]
+        return lambda: {"probabilities": found(x["hidden"], project, k)[1].exp()}
+
+    return Case(("Loss.top_probabilities",), name, Objective(), inputs, bind)
 
 
 def _of_positions(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

@@ -1,7 +1,9 @@
 """Attaches the adapters to a model."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +11,18 @@ from mplug import Model, Run, UsageError
 from mplug_lora.checking import checker
 from mplug_lora.merging import merge_of, norms_of
 from mplug_lora.modules import ExpertsLowRank, LowRank
-from mplug_lora.published import PREFIX, config_of, layers_of, names_of, task_type_of, unpublished
+from mplug_lora.published import (
+    PREFIX,
+    config_of,
+    config_with_scores,
+    layers_of,
+    names_of,
+    names_with_scores,
+    task_type_of,
+    unpublished,
+)
 from mplug_lora.targets import Target, candidates_of, chosen_targets
-from mplug_pretrained import Adapters
+from mplug_pretrained import Adapters, ScoreHead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +62,7 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
         for one in targets
         for number in (one.chosen if config.dora else ())
     }
-    model.adapters = Adapters(
+    alone = Adapters(
         "peft",
         None if reason else names_of(targets, config.rank, config.dora),
         config_of(targets, layers, config, base, task_type_of(model)),
@@ -60,6 +71,14 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
         reason,
         checker(layers, config, base, PREFIX),
     )
+    check = checker(layers, config, base, PREFIX, has_scores=True)
+    model.adapters = replace(alone, scored=partial(_scored, alone, check))
+
+
+def _scored(adapters: Adapters, check: Callable[..., None], head: ScoreHead) -> Adapters:
+    """The form of adapters with a head of scores, which PEFT trains as a whole."""
+    names = None if adapters.names is None else names_with_scores(adapters.names, head)
+    return replace(adapters, names=names, config=config_with_scores(adapters.config), check=check, scored=None)
 
 
 def _refuse_wide_rank(target: Target, rank: int) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mplug_lora.fields import FILE, WEIGHTS, refuse_unsupported, value_of
+from mplug_lora.fields import FILE, WEIGHTS, refuse_unsupported, value_of, without_scores
 from mplug_lora.matching import ALL_LINEAR, matched_modules, matched_parameters, of_pattern
 
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([^/]+)$")
@@ -40,9 +40,19 @@ class Layers:
         return bool(self.experts) and name in self.linears and name.rpartition(".")[2] in PROJECTIONS
 
 
-def checker(layers: Layers, config: Any, base: str | None, prefix: str) -> Callable[..., None]:
-    """A function that compares a folder with the run: `Adapters.check`. `base` is the folder of the base model."""
-    return partial(_check, layers, config, base, prefix)
+def checker(
+    layers: Layers, config: Any, base: str | None, prefix: str, *, has_scores: bool = False
+) -> Callable[..., None]:
+    """A function that compares a folder with the run: `Adapters.check`. `base` is the folder of the base model.
+
+    With `has_scores`, the run trains a head of scores, which the folder may have too.
+    """
+    check = partial(_check, layers, config, base, prefix)
+    return partial(_check_with_scores, check) if has_scores else check
+
+
+def _check_with_scores(check: Callable[..., None], fields: Mapping[str, Any], tensors: Collection[str]) -> None:
+    check(without_scores(fields), tensors)
 
 
 def _check(

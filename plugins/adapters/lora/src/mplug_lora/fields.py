@@ -9,6 +9,12 @@ from typing import Any, Literal
 
 FILE = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+SCORED = "SEQ_CLS"
+"""PEFT's task type of a model with a head of scores."""
+SCORE = "score"
+"""The module of this head in decoders of transformers."""
+HEADS = ("classifier", SCORE)
+"""The modules that PEFT itself adds to `modules_to_save` with this task type."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,17 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"have {_shown(name, value)} in {FILE}, which mplug does not support: {row.reason}; {remedy}"
             )
+
+
+def without_scores(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields as those of a language model, for a run that trains scores. They may be those of either.
+
+    A head that is trained as a whole is the scores of the run; other modules remain in the fields.
+    """
+    whole = fields.get("modules_to_save") or []
+    if fields.get("task_type") != SCORED or not isinstance(whole, list) or any(one not in HEADS for one in whole):
+        return fields
+    return {**fields, "task_type": None, "modules_to_save": None}
 
 
 def value_of(fields: Mapping[str, Any], name: str) -> Any:

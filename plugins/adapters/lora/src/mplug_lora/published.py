@@ -6,9 +6,10 @@ from typing import Any
 
 from mplug import Model
 from mplug_lora.checking import Layers
+from mplug_lora.fields import SCORE, SCORED
 from mplug_lora.targets import Target
 from mplug_nn import AttentionSpec, TokensAhead
-from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Transposed
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused, Interleaved, ScoreHead, Transposed
 
 PREFIX = "base_model.model."
 
@@ -20,6 +21,16 @@ def names_of(targets: Iterable[Target], rank: int, dora: bool) -> ExternalNames:
     for target in targets:
         found |= _of_experts(target, targets, rank) if target.is_experts else _of_linear(target, dora)
     return ExternalNames(found)
+
+
+def names_with_scores(names: ExternalNames, head: ScoreHead) -> ExternalNames:
+    """The names of adapters, and that of the head of scores, which PEFT saves as a whole."""
+    return ExternalNames({**names.tensors, head.weight: f"{PREFIX}{SCORE}.weight"}, scores=head)
+
+
+def config_with_scores(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """adapter_config.json of adapters for a model of transformers with a head of scores."""
+    return {**fields, "task_type": SCORED, "modules_to_save": [SCORE]}
 
 
 def _of_linear(target: Target, dora: bool) -> dict[str, Any]:

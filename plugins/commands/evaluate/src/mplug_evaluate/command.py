@@ -172,12 +172,13 @@ def _job(asked: Asked, world: "World | None") -> tuple["Job", "Run"]:
     """What each process does, and the prepared run."""
     from mplug.commands import Registry
     from mplug_evaluate.documents import Start, read_documents
-    from mplug_evaluate.work import Job
+    from mplug_evaluate.work import Job, refuse_texts
     from mplug_tokenization import folder_tokenizer
 
     found = asked.chosen(asked.settings("evaluate", *asked.own_settings()), world, asked.batch_size, LONGEST)
     documents = None
     if asked.files:
+        refuse_texts(found.run.config, asked.files[0])
         if found.directory is None:
             start = Start.of_folder(folder_tokenizer(Registry(), found.weights.path))
         else:

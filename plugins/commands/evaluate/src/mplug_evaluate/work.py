@@ -4,13 +4,15 @@ The command imports this module before it has checked its options, so functions 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mplug import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mplug import Model, Run, RunConfig, Stepper
     from mplug.commands import Settings
     from mplug_evaluate.documents import Documents
@@ -42,7 +44,7 @@ class Job:
 class Measured:
     """The mean loss of some targets, in nats per token. `num_bytes` is None if the bytes of the text are unknown.
 
-    `shares` is None if the accuracy was not asked for.
+    `shares` is None if the accuracy was not asked for. `figures` are those of an objective that computed the loss.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Measured:
     loss: float
     num_bytes: int | None = None
     shares: "Shares | None" = None
+    figures: "Mapping[str, float]" = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -80,6 +83,8 @@ class Found:
     stride: int | None
     objective: str | None = None
     """The plugin that computed the loss of the training in place of the model's own; None: the model's own loss."""
+    has_scores: bool = False
+    """Whether the loss of the evaluation is that of this plugin too, because the model computes scores."""
 
     @property
     def total(self) -> Measured:
@@ -113,9 +118,23 @@ def prepared(job: Job) -> "Run":
     length = run.config.trainer.seq_length
     if job.stride is not None and job.stride > length:
         raise UsageError(f"--stride {job.stride} is more than the {length} tokens of a sequence; use at most {length}")
+    label, computes = scores_of(run.config)
+    if label and job.accuracy:
+        raise UsageError(f"--accuracy counts tokens, and the model computes {computes}; {label} has figures of its own")
     if job.documents is not None:
         run.entries = frozenset()
     return run
+
+
+def refuse_texts(config: "RunConfig", file: "Path") -> None:
+    """Raise UsageError for a file of text if the model computes scores."""
+    label, computes = scores_of(config)
+    if label:
+        field = "validation_path" if hasattr(config.data, "validation_path") else "path"
+        raise UsageError(
+            f"the model computes {computes} ({label}), and '{file}' would be read as a text; leave it out to evaluate "
+            f"the run's own held-out data, or let the run's loader read it: --set data.{field}={file} --samples all"
+        )
 
 
 def measured(run: "Run", job: Job) -> Found:
@@ -143,7 +162,14 @@ def measured(run: "Run", job: Job) -> Found:
         length,
         stride,
         objective_of(run.config),
+        bool(scores_of(run.config)[1]),
     )
+
+
+def scores_of(config: "RunConfig") -> tuple[str, str]:
+    """(the label of the objective, what it computes) if a model computes scores, not logits; else empty texts."""
+    found = ((one.label, getattr(one.plugin, "computes", "")) for one in config.chosen)
+    return next((one for one in found if one[1]), ("", ""))
 
 
 def objective_of(config: "RunConfig") -> str | None:
@@ -198,7 +224,7 @@ def _of_files(
 def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measured:
     from mplug.commands import feed
     from mplug_evaluate.hits import Hits
-    from mplug_validation import CountedTargets
+    from mplug_validation import CountedTargets, Figures
 
     source = feed(run, model, job.split)
     (label,) = run.hooks.implementers("build_loader")
@@ -210,9 +236,12 @@ def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measur
         samples = epoch
     hits = Hits(run, model, stepper, source.take_evenly(samples)) if job.accuracy else None
     counted = CountedTargets(source.take_evenly(samples) if hits is None else hits, run)
+    figures = Figures(run, model)
+    figures.begin()
     loss = float(stepper.evaluate(counted))
     targets = counted.total()
     if not targets:
         raise UsageError(f"{samples} samples of {label} have no target; use more samples")
     shares = None if hits is None else hits.shares()
-    return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss, None, shares)
+    name, means = f"{label}, {job.split}: {samples} samples", figures.means(targets)
+    return Measured(name, None, targets, loss, None, shares, means if scores_of(run.config)[0] else {})

@@ -207,9 +207,13 @@ class Rollouts(ChatLoader):
             self._server.saved(path)
 
     @hookimpl
-    def run_finished(self) -> None:
-        """End the processes of functions."""
-        self._end()
+    def run_finished(self, run: "Run") -> None:
+        """Let the server get the last weights of a run that is done, and end the processes of functions."""
+        try:
+            if self._server is not None and run.step == run.config.trainer.steps:
+                self._server.finish()
+        finally:
+            self._end()
 
     @hookimpl
     def run_failed(self) -> None:

@@ -1,8 +1,10 @@
 """A server as the sampler of a run: which ranks ask it, and how it gets the weights that the run trains."""
 
 import logging
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 FOLDER = "served"
 PATIENCE = 10.0
 """Seconds in which an export may end by itself before it is killed."""
+PAUSE = 0.2
+"""Seconds between two looks at the export of the last checkpoint."""
 log = logging.getLogger("mplug.rollouts")
 
 
@@ -71,6 +75,30 @@ class ServedSampler:
             self.exports = Exports(self.run.directory, self.config.format)
         self.exports.add(step_of(path))
 
+    def finish(self) -> None:
+        """The run has done all its steps: wait until the server has the weights of the last checkpoint.
+
+        A request to stop ends the wait. The run is done, so a failure is only reported.
+        """
+        if self.exports is None or self.step >= self.exports.newest:
+            return
+        last, beginning = self.exports.newest, f"the server has the weights of step {self.step}"
+        self._say(f"waiting for the export of step {last}, whose weights the server loads; Ctrl-C leaves it out")
+        try:
+            while self.step < last and not self.run.stop_requested:
+                self._hand_over()
+                time.sleep(PAUSE)
+        except (UsageError, RunError) as error:
+            self._say(f"{beginning}, and not those of step {last}: {error}")
+            return
+        if self.step < last:
+            self._say(f"{beginning}, and not those of step {last}, because the run was asked to stop")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        log.warning("%s", line)
+        print(f"mplug: {line}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """End an export that is under way."""
         if self.exports is not None:
@@ -113,6 +141,11 @@ class Exports:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._step, self._next = 0, 0
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint that was added."""
+        return self._next
 
     def add(self, step: int) -> None:
         """Export the checkpoint of a step, after the export that is under way; an older one that waits is left out."""
@@ -179,11 +212,11 @@ class Exports:
         self._remove_partial()
         rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
-        words = ["checkpoint", "export", str(folder), "--to", self.form]
+        words = [str(os.getpid()), "checkpoint", "export", str(folder), "--to", self.form]
         words += ["--name", self.directory.name, "--step", str(self._step)]
         self._errors = TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would stop a process that writes much)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mplug", *words],
+            [sys.executable, "-m", "mplug_rollouts.exporting", *words],
             cwd=self.directory.parent.parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

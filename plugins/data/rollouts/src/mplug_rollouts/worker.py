@@ -9,13 +9,13 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from threading import Thread
 from typing import Any
+
+from mplug_rollouts.parent import end_with_parent
 
 GROUP = "mplug.rewards"
 """The group of entry points with functions of rewards."""
@@ -77,18 +77,6 @@ def number(value: Any) -> float:
     return found
 
 
-def end_with_parent() -> None:
-    """End this process when its parent has ended, whatever a function does."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
-
-
 def main(names: list[str]) -> None:
     """Answer calls until the input ends.
 
@@ -96,7 +84,7 @@ def main(names: list[str]) -> None:
     """
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda *_: None)  # programs that functions start have the default again
-    end_with_parent()
+    end_with_parent(os.getppid())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what functions print must not be among the answers
     sys.path.insert(0, os.getcwd())

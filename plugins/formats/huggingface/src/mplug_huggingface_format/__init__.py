@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import UsageError, listed
-from mplug_huggingface_format.config_file import CONFIG, architectures_of, read_json
+from mplug_huggingface_format.config_file import ADAPTERS, CONFIG, architectures_of, read_json
 from mplug_huggingface_format.model_config import config_of, has_forms, part_settings_of, settings_of
-from mplug_huggingface_format.scoring import CLASSES, class_with_scores
+from mplug_huggingface_format.scoring import CLASSES, SCORE, class_with_scores
 from mplug_nn import part_forms_of
 from mplug_pretrained import DescribedModel, Format, PublicSettings
 
@@ -94,7 +94,14 @@ class PEFT(Format):
         return adapters_alone(run, model, options)
 
     def usage(self, run: "Run", folder: str) -> list[str]:
-        """The class of PEFT."""
+        """The class of PEFT; for a head of scores, with the class of transformers, which does not know their number."""
+        written = Path(folder, ADAPTERS)
+        if written.is_file() and read_json(written).get("task_type") == "SEQ_CLS":
+            from mplug_huggingface_format.adapter_folder import open_adapters
+
+            (shape,) = (one.shape for name, one in open_adapters(Path(folder)).tensors.items() if name.endswith(SCORE))
+            base = f"transformers.AutoModelForSequenceClassification.from_pretrained(BASE, num_labels={shape[0]})"
+            return [f'in PEFT: peft.PeftModel.from_pretrained({base}, "{folder}")']
         return [f'in PEFT, on the model of the run: peft.PeftModel.from_pretrained(model, "{folder}")']
 
     def open_adapters(self, folder: Path, model: "Model") -> "FolderWeights":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import UsageError, some_names
-from mplug_huggingface_format.config_file import read_json
+from mplug_huggingface_format.config_file import ADAPTERS, read_json
 from mplug_huggingface_format.folder import PublicFolder, Stored, read_tensors
 from mplug_huggingface_format.weights import PublicWeights
 from mplug_pretrained import adapter_conversion, adapters_of
@@ -17,7 +17,7 @@ from mplug_pretrained import adapter_conversion, adapters_of
 if TYPE_CHECKING:
     from mplug import Model
 
-ADAPTERS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
 
@@ -42,6 +42,7 @@ def checked(folder: PublicFolder, model: "Model") -> PublicWeights:
         (adapters.check or partial(_refuse_other_fields, adapters.config))(folder.config, folder.tensors.keys())
     except ValueError as error:
         raise UsageError(f"{label} {error}") from None
+    conversion = conversion.present_in(folder.tensors)  # adapters of a language model have no scores
     missing = [name for name in conversion.public if name not in folder.tensors]
     unused = [name for name in folder.tensors if name not in conversion.public]
     wrong = [

@@ -8,6 +8,8 @@ from typing import Any
 from mplug import UsageError
 
 CONFIG = "config.json"
+ADAPTERS = "adapter_config.json"
+"""The file of PEFT."""
 LARGEST_CONFIG = 1 << 26
 """Maximum size of a JSON file of a folder, in bytes."""
 

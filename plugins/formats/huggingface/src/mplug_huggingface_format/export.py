@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import FORMATS, write_whole
-from mplug_huggingface_format.adapter_folder import ADAPTERS, WEIGHTS
-from mplug_huggingface_format.config_file import CONFIG
+from mplug_huggingface_format.adapter_folder import WEIGHTS
+from mplug_huggingface_format.config_file import ADAPTERS, CONFIG
 from mplug_huggingface_format.folder import INDEX, WHOLE
 from mplug_huggingface_format.kept import Kept, Published, published_in
 from mplug_huggingface_format.model_config import config_of, describes, extended_config
-from mplug_huggingface_format.scoring import scoring
+from mplug_huggingface_format.scoring import class_with_scores, scoring
 from mplug_pretrained import Conversion, Export, adapter_conversion, adapters_of, conversion, write_safetensors
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ def whole_model(run: "Run", model: "Model", options: "ExportOptions") -> FolderE
 def adapters_alone(run: "Run", model: "Model", options: "ExportOptions") -> FolderExport:
     """The export of the adapters alone, in the dtype of their masters: one file, whatever its size."""
     adapters, made = adapters_of(model), adapter_conversion(model)
+    if made.names.scores is not None:
+        class_with_scores(str(config_of(run.config)["architectures"][0]))  # refuses a model without such a class
     weights = options.dtype or str(run.precision.masters)
     files = FolderExport(made, adapters.config, weights, sys.maxsize, None, options.dtype, WEIGHTS, ADAPTERS)
     return replace(files, offsets=adapters.offsets)

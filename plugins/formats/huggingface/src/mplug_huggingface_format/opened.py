@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug import UsageError
-from mplug_huggingface_format.adapter_folder import ADAPTERS
-from mplug_huggingface_format.config_file import CONFIG
+from mplug_huggingface_format.config_file import ADAPTERS, CONFIG
 from mplug_huggingface_format.folder import PublicFolder, open_public
 from mplug_huggingface_format.weights import PublicWeights
 from mplug_pretrained import PublishedFolder, conversion

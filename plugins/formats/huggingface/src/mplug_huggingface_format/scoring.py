@@ -21,6 +21,9 @@ CLASSES = {
 }
 """The classes of transformers 5 with a head `score` at the last token, by those with a projection to the vocabulary."""
 
+SCORE = "score.weight"
+"""The end of the name of the weight of the head."""
+
 
 def class_with_scores(architecture: str) -> str:
     """The class with a head of scores for that of a language model. UsageError if the library has none."""

@@ -27,7 +27,7 @@ class Classification:
 
     captures = True
     computes = "scores of classes"  # in place of the logits of a text
-    suggestion = "see its curves with: mplug report {name}"
+    suggestion = "measure it with: mplug evaluate --name {name}"
     layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
 
     def __init__(self, config: Config) -> None:
@@ -46,9 +46,8 @@ class Classification:
     def adapt_model(self, run: "Run", model: "Model") -> None:
         """Let the model's end compute scores of classes and their loss."""
         from mplug_classify.classes import ClassLoss
-        from mplug_nn import set_objective, width_at_end
+        from mplug_nn import replace_end, width_at_end
 
         label = "objectives/classify"
-        if run.trains:
-            loss = ClassLoss(width_at_end(model, label), self.config.labels, self.config.init_std)
-            set_objective(run, model, loss, label)
+        loss = ClassLoss(width_at_end(model, label), self.config.labels, self.config.init_std)
+        replace_end(run, model, loss, label)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.commands import PluginName
-from mplug_sampling.saved_model import ModelOptions, model_options
+from mplug_sampling.saved_model import ModelOptions, model_options, refuse_scores
 
 if TYPE_CHECKING:
+    from mplug import Run
+    from mplug.commands import World
     from mplug_distill.writing import Job
 
 LONGEST = 2048
@@ -50,6 +52,9 @@ LONGEST = 2048
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="File to write."
 )
+@click.option(
+    "--restart", is_flag=True, help="Begin anew, instead of continuing the file that an interrupted command has left."
+)
 def command(**options: Any) -> None:
     """Write a teacher's largest probabilities of the targets of training data.
 
@@ -58,28 +63,34 @@ def command(**options: Any) -> None:
     it with --objective distill --data taught; the data, their order (trainer.seed) and trainer.seq_length must be
     those of this command.
 
+    A layout may divide the samples (dp2, fsdp4) and the teacher (tp2, pp2): the file is the same. A command that was
+    interrupted continues if it is given again.
+
     \b
     mplug teach --name teacher --samples 3200 --output teacher.safetensors
     mplug teach --pretrained TEACHER --data packed --set data.path=chats.jsonl --seq-length 1024 --output t.safetensors
+    mplug teach --pretrained TEACHER --parallel tp4dp2 --precision bf16 --data text --output t.safetensors
     """
-    from mplug import RunError, UsageError
     from mplug.commands import launched
+    from mplug_distill.top_writer import is_left
     from mplug_distill.writing import prepared, teach
+    from mplug_pretrained import run_forward
 
-    asked = Asked(**options)
+    asked, world = Asked(**options), launched()
     asked.refuse_contradictions()
-    if launched() is not None:
-        raise UsageError("'mplug teach' runs the teacher in one process; start it without a launcher")
-    if not asked.output.parent.is_dir():
-        raise UsageError(f"cannot write --output '{asked.output}': its folder does not exist; make it")
-    job = asked.job()
-    prepared(job)
+    is_first = world is None or world.rank == 0
+    job, run = asked.job(world)
+    prepared(job)  # refuses before any process starts
     try:
-        samples, targets = teach(job)
-    except OSError as error:
-        raise RunError(f"cannot write --output '{asked.output}': {error.strerror}") from None
-    size = asked.output.stat().st_size
-    click.echo(f"{samples:,} samples with {targets:,} targets, {size / 1e6:,.1f} MB: {asked.output}")
+        samples, targets = run_forward(run, world, teach, job)
+    except (KeyboardInterrupt, SystemExit):
+        if is_first and is_left(asked.output):
+            kept = f"the samples so far are kept beside '{asked.output}'"
+            click.echo(f"{kept}; give the same command to continue", err=True)
+        raise
+    if is_first:
+        size = asked.output.stat().st_size
+        click.echo(f"{samples:,} samples with {targets:,} targets, {size / 1e6:,.1f} MB: {asked.output}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +105,7 @@ class Asked(ModelOptions):
     top: int
     dtype: str
     output: Path
+    restart: bool
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for options that contradict each other."""
@@ -102,14 +114,18 @@ class Asked(ModelOptions):
         super().refuse_contradictions()
         if self.pretrained is not None and self.data is None:
             raise UsageError("--pretrained has no data of its own; name a loader by --data, and its settings")
+        if not self.output.parent.is_dir():
+            raise UsageError(f"cannot write --output '{self.output}': its folder does not exist; make it")
 
-    def job(self) -> "Job":
-        """What is written."""
+    def job(self, world: "World | None") -> "tuple[Job, Run]":
+        """What each process does, and the prepared run."""
         from mplug_distill.writing import Job
 
         given = {"trainer.seq_length": self.seq_length, "data.name": self.data}
         own = [f"{field}={value}" for field, value in given.items() if value is not None]
-        found = self.chosen(self.settings("teach", *own), None, self.batch_size, LONGEST)
+        found = self.chosen(self.settings("teach", *own), world, self.batch_size, LONGEST)
+        refuse_scores(found.run, found.directory)
         number = self.samples or "all"
         model = (found.base, found.overrides, found.weights)
-        return Job(*model, self.split, number, k=self.top, dtype=self.dtype, output=self.output)
+        job = Job(*model, self.split, number, self.top, self.dtype, self.output, self.restart)
+        return job, found.run

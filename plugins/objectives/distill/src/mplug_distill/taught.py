@@ -78,10 +78,12 @@ class Taught:
 
     @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> "Loader":
-        """The source's loader, with the teacher's log-probabilities."""
+        """The source's loader, with the teacher's log-probabilities if the run trains: an evaluation needs none."""
         from mplug_distill.loader import TaughtLoader
 
         inner: Loader = self.config.of.call("build_loader", run=run, split=split)
+        if not run.trains:
+            return inner
         opened = self._opened(split, run.config)
         origin, own = opened.origin, fingerprint(self.build_tokenizer())
         if None not in (origin.tokenizer, own) and origin.tokenizer != own:

@@ -11,13 +11,10 @@ Its metadata have what the samples were made from, as JSON.
 """
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,76 +110,3 @@ class TopFile:
 
 
 REMEDY = "write one with 'mplug teach'"
-
-
-class TopWriter:
-    """Writes a file sample by sample, under temporary names until `finish`."""
-
-    def __init__(self, path: Path, origin: Origin, dtype: str) -> None:
-        self.path, self.origin, self.dtype = path, origin, dtype
-        self.counts, self.digests, self.contents = [0], list[int](), blake2b(digest_size=16)
-        self.parts = {name: path.with_name(f".{path.name}.{name}.partial") for name in ("tokens", "log_probabilities")}
-        self.whole = path.with_name(f".{path.name}.partial")
-        self.files: dict[str, IO[bytes]] = {name: part.open("wb") for name, part in self.parts.items()}
-
-    def add(self, sample: int, found: NDArray[np.int32], logs: NDArray[Any]) -> None:
-        """The targets of the next sample, by the digest of its tokens and labels: [t, k] and [t, k + 1]."""
-        self.digests.append(sample)
-        self.counts.append(len(found))
-        of_sample = {"tokens": found.astype("<i4"), "log_probabilities": logs.astype(NUMPY[DTYPES[self.dtype]])}
-        for name, array in of_sample.items():
-            self.contents.update(written := array.tobytes())
-            self.files[name].write(written)
-
-    def finish(self) -> None:
-        """Join the parts, and give the file its name."""
-        for file in self.files.values():
-            file.close()
-        offsets, digests = np.cumsum(self.counts, dtype="<i8"), np.array(self.digests, "<i8")
-        targets, k, kind = int(offsets[-1]), self.origin.k, DTYPES[self.dtype]
-        shapes = {
-            "offsets": ("I64", [len(offsets)]),
-            "digests": ("I64", [len(digests)]),
-            "tokens": ("I32", [targets, k]),
-        }
-        shapes |= {"log_probabilities": (kind, [targets, k + 1])}
-        with self.whole.open("wb") as file:
-            file.write(self._header(shapes))
-            file.write(offsets.tobytes() + digests.tobytes())
-            for part in self.parts.values():
-                with part.open("rb") as source:
-                    while block := source.read(1 << 24):
-                        file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        self.whole.replace(self.path)
-
-    def _header(self, shapes: dict[str, tuple[str, list[int]]]) -> bytes:
-        metadata = {name: json.dumps(value) for name, value in asdict(self.origin).items()}
-        metadata |= {"form": FORM, "temperature": json.dumps(TEMPERATURE), "contents": self.contents.hexdigest()}
-        header: dict[str, Any] = {"__metadata__": metadata}
-        end = 0
-        for name, (kind, shape) in shapes.items():
-            begin, end = end, end + int(np.prod(shape)) * np.dtype(NUMPY[kind]).itemsize
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    def remove_parts(self) -> None:
-        """Close and remove the temporary files."""
-        for file in self.files.values():
-            file.close()
-        for part in (*self.parts.values(), self.whole):
-            part.unlink(missing_ok=True)
-
-
-@contextmanager
-def written(path: Path, origin: Origin, dtype: str) -> Iterator[TopWriter]:
-    """A writer; after an error, `path` is what it was before."""
-    writer = TopWriter(path, origin, dtype)
-    try:
-        yield writer
-        writer.finish()
-    finally:
-        writer.remove_parts()

@@ -14,7 +14,7 @@ class RewardModel:
 
     Config, captures = RewardConfig, True
     computes = "a score of an answer"  # in place of the logits of a text
-    suggestion = "see its curves with: mplug report {name}"
+    suggestion = "measure it with: mplug evaluate --name {name}"
     layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
 
     def __init__(self, config: RewardConfig) -> None:
@@ -32,9 +32,8 @@ class RewardModel:
     @hookimpl
     def adapt_model(self, run: "Run", model: "Model") -> None:
         """Let the model's end compute scores and the loss of pairs."""
-        from mplug_nn import set_objective, width_at_end
+        from mplug_nn import replace_end, width_at_end
         from mplug_reward.scores import RewardLoss
 
         label = "objectives/reward"
-        if run.trains:
-            set_objective(run, model, RewardLoss(self.config, width_at_end(model, label), run.entries), label)
+        replace_end(run, model, RewardLoss(self.config, width_at_end(model, label), run.entries), label)

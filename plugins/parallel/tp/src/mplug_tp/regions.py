@@ -117,6 +117,7 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         "Experts.compute": lambda rows, *_, **__: rows.clone(),
         "Loss.log_probabilities": lambda hidden, _, labels: hidden.new_zeros(labels.shape),
         "Loss.divergence": lambda hidden, _, __, ___, labels, ____: hidden.new_zeros(labels.shape),
+        "Loss.top_probabilities": _of_top,
         "Loss.top_divergence": lambda hidden, _, labels, __, ___: hidden.new_zeros(labels.shape),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
     }
@@ -146,6 +147,11 @@ def _scanned(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor | Non
     return y, y.new_zeros(
         y.shape[0], y.shape[2], k.shape[-1], y.shape[-1], dtype=torch.promote_types(y.dtype, torch.float32)
     )
+
+
+def _of_top(hidden: Tensor, project: Callable[[Tensor], Tensor], k: int) -> tuple[Tensor, Tensor]:
+    rows = project(hidden).shape[:-1]
+    return hidden.new_zeros((*rows, k), dtype=torch.int64), hidden.new_zeros((*rows, k + 1))
 
 
 def _of_streams(model: Model) -> dict[str, Tensor]:

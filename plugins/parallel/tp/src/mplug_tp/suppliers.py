@@ -98,6 +98,7 @@ def _of_losses(group: ops.Group, sizes: dict[str, int], size: int) -> list[Offer
         Offer({"Loss.log_probabilities": vocabulary.log_probabilities}, has_size, serves={CAPPED}),
         Offer({"Loss.divergence": vocabulary.divergence}, has_size, serves={CAPPED}),
         Offer({"Loss.top_divergence": vocabulary.top_divergence}, has_size, serves={CAPPED}),
+        Offer({"Loss.top_probabilities": vocabulary.top_probabilities}, has_size, serves={CAPPED}),
     ]
 
 

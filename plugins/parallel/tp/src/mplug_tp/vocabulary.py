@@ -15,6 +15,7 @@ from mplug_nn.divergence import token_divergences
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import IGNORED, factors, loss_sum, token_losses
 from mplug_nn.top_divergence import token_top_divergences
+from mplug_nn.top_probabilities import Parts, token_top_probabilities
 
 
 class VocabularyParallel:
@@ -72,16 +73,28 @@ class VocabularyParallel:
         found = token_top_divergences(logits, columns, taught.flatten(0, -2), self._merge)
         return torch.where(labels == IGNORED, 0.0, found.view_as(labels))
 
+    def top_probabilities(self, hidden: Tensor, project: Callable[[Tensor], Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """hidden [B, S, D] -> (the k most probable tokens [B, S, k], log-probabilities [B, S, k + 1])."""
+        logits = project(hidden)
+        own = self._without_padding(logits.flatten(0, -2))
+        parts = Parts(lambda values: ops.all_gather(values, self.group, -1), self._merge, self.rank * own.shape[1])
+        tokens, logs = token_top_probabilities(own, k, parts)
+        return tokens.unflatten(0, logits.shape[:-1]), logs.unflatten(0, logits.shape[:-1])
+
     def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's logits [B S, v] without those of padding, and the labels [B S]; -1: not among these v."""
         logits, flat = logits.flatten(0, -2), labels.flatten()
         local, in_shard = self._localized(flat, logits.shape[1])
+        return self._without_padding(logits), local.masked_fill(~in_shard, -1)
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """This rank's logits [N, v]; those of padding are minus infinity."""
         width, size = logits.shape[1], self.size or 0
         if self.group is not None and size < self.group.size() * width:
             # Mask on every rank, padded or not: identical compiled graphs keep one order of collectives on all ranks.
             padding = torch.arange(width, device=logits.device) >= size - self.rank * width
             logits = logits.masked_fill(padding, float("-inf"))
-        return logits, local.masked_fill(~in_shard, -1)
+        return logits
 
     def _merge(self, values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
         """All-reduce; three per loss: maximum, sum of exponentials, the label's logit (arXiv 1909.08053, section 3)."""

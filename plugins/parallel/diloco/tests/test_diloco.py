@@ -28,7 +28,7 @@ def test_every_fragment_is_exchanged_once_in_each_period_and_one_at_a_time(
     rounds, last = Rounds(every, fragments, delay, last=1000), 5 * every
     begun = [(step, fragment) for step in range(1, last + 1) for fragment in rounds.begins(step)]
     assert Counter(fragment for _, fragment in begun) == dict.fromkeys(range(fragments), 5)
-    assert begun[fragments - 1] == (every, fragments - 1)
+    assert begun[:fragments] == [((one + 1) * every // fragments, one) for one in range(fragments)]
     assert {after - before for (before, _), (after, _) in pairwise(begun)} == {every // fragments}
     merged = [(step, fragment) for step in range(1, last + 1) for fragment in rounds.merges(step)]
     assert merged == [(step + delay, one) for step, one in begun if delay and step + delay <= last]

@@ -34,6 +34,7 @@ class Fault:
 
     def expected(self, hosts: list[str]) -> str:
         """A regular expression for a sentence that names the fault, in a run whose ranks are on `hosts`."""
+        hosts = [re.escape(host) for host in hosts]
         named = [rf"\branks? [\d, and]*\b{rank}\b[\d, and]* on {host}\b" for rank, host in enumerate(hosts)]
         own = rf"\brank {self.rank} on {hosts[self.rank]}\b"
         behind = [one for one, host in zip(named, hosts, strict=True) if host != hosts[0]]

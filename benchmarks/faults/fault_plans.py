@@ -41,7 +41,7 @@ class Fault:
         each_behind = "".join(f"(?=.*{one})" for one in behind)
         alone = rf"^{own}((?!\branks? \d).)*"
         return {
-            "kill": rf"{alone} (died of SIGKILL|died or is unreachable|has died or ended)",
+            "kill": rf"{alone} (died (of SIGKILL|without an error message)|died or is unreachable|has died or ended)",
             "stop": rf"{alone} stopped (sending heartbeats|answering)",
             "slow": rf"{own} is a straggler: it computes",
             "nan": rf"transient fault of [^:]*{own}",

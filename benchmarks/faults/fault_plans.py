@@ -34,13 +34,14 @@ class Fault:
 
     def expected(self, hosts: list[str]) -> str:
         """A regular expression for a sentence that names the fault, in a run whose ranks are on `hosts`."""
+        hosts = [re.escape(host) for host in hosts]
         named = [rf"\branks? [\d, and]*\b{rank}\b[\d, and]* on {host}\b" for rank, host in enumerate(hosts)]
         own = rf"\brank {self.rank} on {hosts[self.rank]}\b"
         behind = [one for one, host in zip(named, hosts, strict=True) if host != hosts[0]]
         each_behind = "".join(f"(?=.*{one})" for one in behind)
         alone = rf"^{own}((?!\branks? \d).)*"
         return {
-            "kill": rf"{alone} (died of SIGKILL|died or is unreachable|has died or ended)",
+            "kill": rf"{alone} (died (of SIGKILL|without an error message)|died or is unreachable|has died or ended)",
             "stop": rf"{alone} stopped (sending heartbeats|answering)",
             "slow": rf"{own} is a straggler: it computes",
             "nan": rf"transient fault of [^:]*{own}",

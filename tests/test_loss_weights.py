@@ -52,6 +52,7 @@ def test_the_loss_and_its_gradients_are_those_of_weighted_losses_of_tokens() -> 
 
 def test_weights_of_one_are_no_weights() -> None:
     labels, hidden, project = torch.arange(B * S).view(B, S) % V, drawn(B, S, D), Linear(D, V, bias=False).double()
+    project.weight.data = drawn(V, D)
     plain, weighted = (Loss()(hidden, project, labels, weights)[0] for weights in (None, torch.ones(B, S)))
     assert torch.equal(plain, weighted)
 

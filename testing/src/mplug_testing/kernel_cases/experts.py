@@ -14,7 +14,7 @@ from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Supplier
 
 
 def expert_cases() -> Iterator[Case]:
-    """Cases of the slots of `Experts` and `Router`, and of `MixtureOfExperts.over_sequences`."""
+    """Cases of the slots of `Experts`, `Router` and `MixtureOfExperts`."""
     yield from _routes()
     yield from _experts()
     yield from _products()
@@ -23,6 +23,8 @@ def expert_cases() -> Iterator[Case]:
     mixture = MixtureOfExperts(Router(8, Gating(4, 2)), 8, 16, "gelu")
     values = {"values": Drawn(0).integers(9, 2, 5)}
     yield Case(("MixtureOfExperts.over_sequences",), "values [B, S]", mixture, values, _running_sum)
+    tokens = {"x": Drawn(1).normal(9, 16), "gates": Drawn(2).normal(9, 2)}
+    yield Case(("MixtureOfExperts.parts",), "tokens [N, D] and gates [N, k]", mixture, tokens, _joined)
 
 
 def _routes() -> Iterator[Case]:
@@ -145,6 +147,14 @@ def _balance(name: str, shape: tuple[int, int, int], preferred: float = 0.0) -> 
 def _running_sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
     over_sequences = suppliers["MixtureOfExperts.over_sequences"]
     return lambda: {"a result": over_sequences(lambda values: values.cumsum(dim=1), x["values"])}
+
+
+def _joined(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+    def call() -> dict[str, Tensor]:
+        tokens, gates = zip(*suppliers["MixtureOfExperts.parts"](x["x"], x["gates"]), strict=True)
+        return {"tokens put together": torch.cat(tokens), "gates put together": torch.cat(gates)}
+
+    return call
 
 
 def _sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

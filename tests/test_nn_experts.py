@@ -190,7 +190,7 @@ def test_a_recomputed_forward_pass_counts_once_and_gives_the_same_gradients(reen
         moe = filled(MixtureOfExperts(router, D, F_, "swiglu"))
         x = drawn(B, S, D).requires_grad_()
         run = (lambda *a, m=moe: checkpoint(m, *a, use_reentrant=reentrant)) if recompute else moe
-        run(x, POSITIONS, KEYS).square().sum().backward()
+        run(x, POSITIONS, KEYS, None).square().sum().backward()
         found.append((router.load.clone(), router.losses.clone(), *(p.grad for p in moe.parameters()), x.grad))
     assert float(found[0][0].sum()) == B * S * K
     for one, other in zip(*found, strict=True):

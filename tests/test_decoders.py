@@ -22,6 +22,7 @@ from mplug_nn import (
     AttentionConfig,
     BlockConfig,
     DecoderConfig,
+    DenseBlock,
     Embedding,
     Entries,
     ExpertsConfig,
@@ -248,3 +249,13 @@ def test_a_decoder_takes_documents_only_if_all_of_its_blocks_do() -> None:
     assert [unit.optional for unit in whole.units[1:-1]] == [("document_lengths",)] * 2
     assert [unit.optional for unit in mixed.units[1:-1]] == [(), ()]
     assert [("document_lengths" in plan.context) for plan in (whole, mixed)] == [True, False]
+
+
+def test_a_block_whose_feed_forward_takes_no_document_lengths_is_refused_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"Old.feed_forward must take \(self, x, positions, keys, document_lengths\): too"
+    ):
+
+        class Old(DenseBlock):
+            def feed_forward(self, x: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+                return x

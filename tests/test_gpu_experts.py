@@ -64,7 +64,7 @@ def mixture(**named: Any) -> MixtureOfExperts:
 
 
 def passes(moe: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = moe(x, torch.arange(x.shape[1], device="cuda")[None], torch.arange(len(x), device="cuda"))
+    y: Tensor = moe(x, torch.arange(x.shape[1], device="cuda")[None], torch.arange(len(x), device="cuda"), None)
     y.backward(torch.ones_like(y))
     return y
 

@@ -190,7 +190,7 @@ def test_a_recomputed_forward_pass_counts_once_and_gives_the_same_gradients(reen
         moe = filled(MixtureOfExperts(router, D, F_, "swiglu"))
         x = drawn(B, S, D).requires_grad_()
         run = (lambda *a, m=moe: checkpoint(m, *a, use_reentrant=reentrant)) if recompute else moe
-        run(x, POSITIONS, KEYS).square().sum().backward()
+        run(x, POSITIONS, KEYS, None).square().sum().backward()
         found.append((router.load.clone(), router.losses.clone(), *(p.grad for p in moe.parameters()), x.grad))
     assert float(found[0][0].sum()) == B * S * K
     for one, other in zip(*found, strict=True):
@@ -206,7 +206,7 @@ def test_shared_experts_serve_every_token_beside_the_chosen_ones(gated: bool) ->
     gate, up = F.linear(x, moe.shared.up.weight).chunk(2, -1)
     shared = F.linear(F.silu(gate) * up, moe.shared.down.weight)
     weight = torch.sigmoid(x @ moe.shared_gate.weight[0])[..., None] if gated else 1.0
-    torch.testing.assert_close(moe(x, POSITIONS, KEYS), routed + weight * shared)
+    torch.testing.assert_close(moe(x, POSITIONS, KEYS, None), routed + weight * shared)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -225,7 +225,7 @@ def test_latent_experts_work_between_two_shared_projections(bias: bool) -> None:
             total = total + gate * y
         right[b, s] = moe.latent_up.weight @ total
     shared = F.linear(F.linear(x, moe.shared.up.weight).relu().square(), moe.shared.down.weight)
-    torch.testing.assert_close(moe(x, POSITIONS, KEYS), right + shared)
+    torch.testing.assert_close(moe(x, POSITIONS, KEYS, None), right + shared)
 
 
 def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> None:
@@ -234,7 +234,7 @@ def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> 
     with torch.no_grad():
         router.weight.zero_()
         router.weight[2] = 1.0
-    y = moe(drawn(B, S, D).abs(), POSITIONS, KEYS).flatten(0, 1)  # all choose expert 2, which has room for one
+    y = moe(drawn(B, S, D).abs(), POSITIONS, KEYS, None).flatten(0, 1)  # all choose expert 2, which has room for one
     assert y[0].any()
     assert not y[1:].any()
 

@@ -271,7 +271,7 @@ def test_a_wrapped_computation_of_biased_experts_is_the_unwrapped_one() -> None:
         for parameter in moe.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     x, positions, keys = torch.randn(2, 5, 8, generator=generator), torch.arange(5)[None], torch.zeros(2).long()
-    expected = moe(x, positions, keys)
+    expected = moe(x, positions, keys, None)
     inner, seen = moe.experts.compute, list[int]()
 
     def wrapped(*arguments: Any) -> Tensor:
@@ -279,7 +279,7 @@ def test_a_wrapped_computation_of_biased_experts_is_the_unwrapped_one() -> None:
         return inner(*arguments)
 
     moe.experts.compute = wrapped  # type: ignore[assignment]
-    torch.testing.assert_close(moe(x, positions, keys), expected)
+    torch.testing.assert_close(moe(x, positions, keys, None), expected)
     assert seen == [7]
 
 

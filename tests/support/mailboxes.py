@@ -39,5 +39,5 @@ class Messages:
         """Messages have no memory of which one is the first."""
 
 
-def by_messages(run: Run, group: Any, parts: int = 1) -> None:
+def by_messages(run: Run, group: Any) -> None:
     MAILBOXES[group.group_name] = Messages(group)  # type: ignore[assignment]

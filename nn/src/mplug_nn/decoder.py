@@ -70,6 +70,19 @@ class Block(nn.Module):
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot; a router declares its mixing
 
+    def __init_subclass__(cls, **options: object) -> None:
+        """Raise TypeError if the subclass defines `feed_forward` without a parameter for the lengths of documents."""
+        super().__init_subclass__(**options)
+        if "feed_forward" not in vars(cls):
+            return
+        try:
+            signature(vars(cls)["feed_forward"]).bind(cls, "x", "positions", "keys", "lengths")
+        except TypeError as error:
+            raise TypeError(
+                f"{cls.__module__}.{cls.__qualname__}.feed_forward must take (self, x, positions, keys, "
+                f"document_lengths): {error}; add the parameter, and hand it to MixtureOfExperts"
+            ) from None
+
     def __init__(
         self,
         norm1: Norm | None,

@@ -112,8 +112,11 @@ class MixtureOfExperts(nn.Module):
             return ""
         return "experts have room for some tokens of a micro batch; trainer.micro_batch_size decides which are dropped"
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
-        """x [B, S, D], positions [1 or B, S], the samples' random keys [B], lengths [B, M] if packed -> [B, S, D]."""
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], the samples' random keys [B], lengths [B, M] if packed -> [B, S, D].
+
+        The lengths have no default: a capacity without them would be wrong where ranks divide samples by documents.
+        """
         choices = self._within_capacity(self.router(x, positions, keys), document_lengths)
         chosen, gates = (of_tokens.flatten(0, 1) for of_tokens in choices)
         rows = x if self.latent_down is None else self.latent_down(x)

@@ -21,8 +21,8 @@ from mplug_ops.divisions import in_rank_order, in_sequence_order, number_of
 def whole_sequences(run: Run, model: Model) -> list[Offer]:
     """The supplier of such slots: it gathers the positions of all ranks that divide the sequence, in sequence order.
 
-    If ranks divide samples by documents, it needs the lengths of these for that order; without, the order is that of
-    ranks.
+    If ranks divide samples by documents, it needs the lengths of these for that order. Without, it takes the samples
+    for ones without documents: right for these, and for functions that do not depend on the order of positions.
 
     Collective: all ranks make the process group here, including ranks whose stage has no such slot. It is the group in
     which statistics are summed over a sequence (`token_sums`).
@@ -45,11 +45,8 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
             return function(*tensors)
         own_length = tensors[0].shape[1]
         gathered = [all_gather(x, group, 1) for x in tensors]
-        if number is not None:  # each sample is divided in its own way
-            if lengths is None:
-                result = function(*gathered)
-            else:
-                result = in_rank_order(function(*in_sequence_order(gathered, lengths, number)), lengths, number)
+        if number is not None and lengths is not None:  # each sample is divided in its own way
+            result = in_rank_order(function(*in_sequence_order(gathered, lengths, number)), lengths, number)
             return result.narrow(1, own * own_length, own_length)
         length = own_length * group.size()
         parts = usual if length == usual_length else parts_at(length)

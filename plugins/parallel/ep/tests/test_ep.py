@@ -97,6 +97,8 @@ IN_PARTS = {
     "capacity": "tp2ep4 model.capacity_factor=1.0 trainer.micro_batch_size=2",
     "cp": "cp2ep2 model.moe_balance=micro_batch trainer.micro_batch_size=2 memory.recompute.mode=full",
     "fsdp": "fsdp4ep2",
+    "documents": "cp2ep2 parallel.cp.method=all_gather parallel.cp.divide=documents parallel.cp.equal_length=16 "
+    "data.documents=5 model.capacity_factor=1.0 model.capacity_dropping=position",
 }
 """Layouts in which the parts of a micro batch overlap."""
 LAYOUTS = (

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_ep import ExpertParallel
 from mplug_ep.bounds import Bounds
-from mplug_ep.mailbox import Mailbox
+from mplug_ep.mailbox import Mailbox, Turns
 from mplug_ep.places import NOWHERE, Places, places_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -124,6 +124,43 @@ def test_the_kernel_writes_rows_to_their_places_and_back(width: int, dtype: torc
         assert torch.equal(taken, parts[sender].where(sent[:, None], 0))
 
 
+# Which memory ranks write into.
+
+
+@settings(max_examples=80, derandomize=True)
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_no_exchange_gets_a_memory_before_another_one_has_started_since_it_was_read(order: list[int]) -> None:
+    """In any order: 0 starts an exchange, and n reads what the n-th of those that travel has brought."""
+    turns, travelling, has_started = Turns(), list[int](), dict[int, bool]()
+    for what in order:
+        if what == 0:
+            number = turns.start()
+            assert has_started.pop(number, True), "another rank may not have read it"
+            assert number not in travelling
+            travelling.append(number)
+            has_started = dict.fromkeys(has_started, True)
+        elif what <= len(travelling):
+            turns.has_read(number := travelling.pop(what - 1))
+            has_started[number] = False
+
+
+def test_exchanges_that_are_read_at_once_have_two_memories_in_turn_and_those_of_two_parts_three() -> None:
+    alone, parts = Turns(), Turns()
+    found = []
+    for _ in range(4):
+        found.append(alone.start())
+        alone.has_read(found[-1])
+    assert found == [0, 1, 0, 1]
+    used = set[int]()
+    for _ in range(3):  # layers
+        rows = [parts.start(), parts.start()]
+        back = [(parts.has_read(number), parts.start())[1] for number in rows]
+        used.update(rows, back)
+        for number in back:
+            parts.has_read(number)
+    assert used == {0, 1, 2}
+
+
 # What a graph can replay.
 
 
@@ -136,10 +173,9 @@ def test_a_step_begins_with_the_first_memory_however_many_exchanges_the_last_one
     bounds = Bounds(SimpleNamespace(module=module), 1.0)  # type: ignore[arg-type]
     check = bounds.check(SimpleNamespace(device="cpu", largest=lambda own: own))  # type: ignore[arg-type]
     for lost in (0, 2):
-        mailbox._next = 1
+        assert [mailbox._turns.start() for _ in range(3)] == [0, 1, 2]
         bounds.count(torch.tensor(lost))
         assert check() is (lost == 0)
-        assert mailbox._next == 0
 
 
 def test_only_exchanges_of_a_fixed_size_can_be_replayed() -> None:

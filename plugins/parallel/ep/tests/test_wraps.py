@@ -246,7 +246,7 @@ def mixed(dispatch: str, overlap: bool, parts: int) -> Found:
         setattr(module, slot, wrap.wrap(getattr(module, slot)))
     x = torch.randn(2, 7, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).requires_grad_()
     with Recorded() as forward:
-        y = moe(x, torch.arange(7)[None], torch.arange(2))
+        y = moe(x, torch.arange(7)[None], torch.arange(2), None)
     with Recorded() as backward:
         y.square().sum().backward()
     return [y.detach(), x.grad, *(one.grad for one in moe.parameters())], forward.events, backward.events

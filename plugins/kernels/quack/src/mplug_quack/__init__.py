@@ -20,7 +20,7 @@ class Quack:
         products: Literal["fused", "all"] = Field(
             "fused",
             description="products of an MLP that QuACK computes: those with the activation in them (fused), or the "
-            "output, the gradient of the input and those of weights, too (all)",
+            "output, the gradient of the input and those of weights, too (all; no GPU has run it yet)",
         )
 
     captures = True

@@ -12,35 +12,69 @@ BYTES_OF_WARP = 32 * 16
 """Bytes that the threads of a warp move at once."""
 
 
-class Mailbox:
-    """Memory of the ranks of a group into which all of them write rows: two for each part of a micro batch, in turn.
+class Turns:
+    """Which memory an exchange gets, by number, so that no rank writes into one that another rank has yet to read.
 
-    A rank writes into one of them after a barrier that the others reach only when they have read what it had before.
-    With `start` and `wait`, at most two exchanges of each other part start between those of a part, so there are enough
-    of them. All exchanges of a step must be on one stream: the current one, or that of `start`.
+    An exchange ends with a barrier of all ranks, which follows what a rank has read before it started the exchange. So
+    a memory is free if another exchange has started since it was read. If none is free, there is a new one. All ranks
+    start and read exchanges in the same order, whatever it is: a compiler may choose it. So they agree on the memories.
     """
 
-    def __init__(self, group: dist.ProcessGroup, parts: int = 1) -> None:
-        self._memories = tuple(ops.PeerMemory(group) for _ in range(2 * parts))
-        self._group, self._next = group, 0
-        self._stream: torch.cuda.Stream | None = None
-        self._started: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+    def __init__(self) -> None:
+        self._starts, self._read = 0, list[int | None]()
+
+    def start(self) -> int:
+        """The memory of the next exchange."""
+        before, self._starts = self._starts, self._starts + 1
+        free = (number for number, read in enumerate(self._read) if read is not None and read < before)
+        number = next(free, len(self._read))
+        self._read[number : number + 1] = [None]
+        return number
+
+    def has_read(self, number: int) -> None:
+        """State that this rank reads a memory before it starts the next exchange."""
+        self._read[number] = self._starts
 
     def restart(self) -> None:
-        """Begin with the first of the memories again. All ranks must have read what the last exchange brought."""
-        self._next = 0
+        """Begin with the first memory again. All ranks must have read all of them."""
+        self._starts, self._read = 0, [-1] * len(self._read)
+
+
+class Mailbox:
+    """Memory of the ranks of a group into which all of them write rows: two in turn, or more while rows travel.
+
+    All exchanges of a step must be on one stream: the current one (`exchange`), or that of `start`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._memories, self._turns = list[ops.PeerMemory](), Turns()
+        self._group = group
+        self._stream: torch.cuda.Stream | None = None
+        self._started: dict[int, tuple[int, Tensor, torch.cuda.Event]] = {}
+
+    def restart(self) -> None:
+        """Begin with the first of the memories again. All ranks must have read what all exchanges brought."""
+        self._turns.restart()
 
     def exchange(self, rows: Tensor, rank: Tensor, place: Tensor, num_places: int) -> Tensor:
         """Write rows [N, D] to their places on their ranks -> what this rank has got [num_places, D].
 
         Places that no rank writes have what they had. The result is valid until the next exchange but one.
         """
-        memory, self._next = self._memories[self._next], (self._next + 1) % len(self._memories)
-        shape = (num_places, rows.shape[1])
+        number, arrived = self._exchanged(rows, rank, place, num_places)
+        self._turns.has_read(number)
+        return arrived
+
+    def _exchanged(self, rows: Tensor, rank: Tensor, place: Tensor, num_places: int) -> tuple[int, Tensor]:
+        """(the number of the memory, what this rank has got), on the current stream."""
+        number = self._turns.start()
+        if number == len(self._memories):
+            self._memories.append(ops.PeerMemory(self._group))
+        memory, shape = self._memories[number], (num_places, rows.shape[1])
         memory.reserve(ops.size_of((max(num_places, len(rows)), rows.shape[1]), rows.dtype))
         push(rows, rank, place, memory.addresses())
         memory.barrier()
-        return memory.tensor(self._group.rank(), shape, rows.dtype, 0)
+        return number, memory.tensor(self._group.rank(), shape, rows.dtype, 0)
 
     def take(self, arrived: Tensor, written: Tensor | None) -> Tensor:
         """A copy of what `exchange` has returned, with 0 in the rows that no rank has written (see the function).
@@ -58,16 +92,17 @@ class Mailbox:
         rank, place, ticket = rank.clone(), place.clone(), rows.new_empty(num_places, rows.shape[1])
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            arrived = self.exchange(rows, rank, place, num_places)
+            number, arrived = self._exchanged(rows, rank, place, num_places)
         for one in (rows, rank, place):
             one.record_stream(self._stream)
-        self._started[ticket.data_ptr()] = arrived, self._stream.record_event()
+        self._started[ticket.data_ptr()] = number, arrived, self._stream.record_event()
         return ticket
 
     def wait(self, ticket: Tensor, written: Tensor | None) -> Tensor:
         """Have the current stream wait for an exchange that `start` has begun -> the result of `take`."""
-        arrived, event = self._started.pop(ticket.data_ptr())
+        number, arrived, event = self._started.pop(ticket.data_ptr())
         torch.cuda.current_stream().wait_event(event)
+        self._turns.has_read(number)
         return self.take(arrived, written)
 
 
@@ -103,10 +138,10 @@ MAILBOXES: dict[str, Mailbox] = {}
 """Names of groups -> the memory of the group."""
 
 
-def open_mailbox(run: Run, group: ops.Group, parts: int = 1) -> None:
+def open_mailbox(run: Run, group: ops.Group) -> None:
     """Make a mailbox for the ranks of a group, or raise UsageError if the GPUs cannot access each other's memory.
 
-    The rows of `parts` parts of a micro batch may travel at once. Collective. It reserves no memory.
+    Collective. It reserves no memory.
     """
     if not run.device.startswith("cuda"):
         raise UsageError(f"{SETTING} writes rows into the memory of other GPUs, and this run is on the CPU; {REMEDY}")
@@ -121,4 +156,4 @@ def open_mailbox(run: Run, group: ops.Group, parts: int = 1) -> None:
             f"{SETTING} needs GPUs of one machine that may access each other's memory, and those of the ranks {ranks}, "
             f"which share experts, may not; {REMEDY}"
         )
-    MAILBOXES[group.group_name] = Mailbox(group, parts)
+    MAILBOXES[group.group_name] = Mailbox(group)

@@ -85,7 +85,7 @@ def wraps_of_ep(
         return []
     group = run.group("ep", use=USE)
     if how == SYMMETRIC:
-        open_mailbox(run, group, parts)
+        open_mailbox(run, group)
     divided = _divided(model, "ep")
     if how in TOKEN_WAYS:
         way = _token_way(run, group, how)

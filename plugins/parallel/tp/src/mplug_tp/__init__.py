@@ -107,7 +107,7 @@ class TensorParallel:
         """Those without sequence parallelism: all ranks have all positions of a call."""
         from mplug_tp.suppliers import offers
 
-        return offers(run, model, sequence_parallel=False, overlap=False, chunks=self.config.chunks)
+        return offers(run, model, sequence_parallel=False, overlap=False)
 
     @hookimpl
     def captures(self, run: "Run") -> bool | str:

@@ -1,7 +1,11 @@
 """The sum of the products of several ranks, in one pass."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+from mplug import triton_builds
 
 
 def add_up(total: Tensor, own: Tensor, arrived: Tensor, rank: int) -> None:
@@ -14,7 +18,7 @@ def add_up(total: Tensor, own: Tensor, arrived: Tensor, rank: int) -> None:
     terms = [own if of == rank else arrived[(rank - of) % size - 1] for of in range(size)]
     if size == 2:
         torch.add(*terms, out=total)  # it adds two terms in fp32
-    elif total.is_cuda and total.itemsize < 8:
+    elif total.is_cuda and total.itemsize < 8 and _has_kernel():
         from mplug_tp.sums_kernel import add_terms
 
         add_terms(total, own, arrived, rank)
@@ -23,3 +27,9 @@ def add_up(total: Tensor, own: Tensor, arrived: Tensor, rank: int) -> None:
         for term in terms[1:]:
             found += term
         total.copy_(found)
+
+
+@cache
+def _has_kernel() -> bool:
+    """Whether this machine can build the kernel; without, the sum takes several passes."""
+    return triton_builds()

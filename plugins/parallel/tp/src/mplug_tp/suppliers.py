@@ -30,12 +30,12 @@ from mplug_nn.embedding import lookup
 from mplug_nn.loss import CAPPED, WEIGHTED
 from mplug_nn.specification import KNOWN
 from mplug_tp.boundary import SEQUENCE, boundary
-from mplug_tp.chunked import name_for
+from mplug_tp.chunked import RANKS, name_for
 from mplug_tp.product import OVERLAPPED
 from mplug_tp.vocabulary import VocabularyParallel
 
 
-def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool, chunks: str) -> list[Offer | Wrap]:
+def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool, chunks: str = RANKS) -> list[Offer | Wrap]:
     """All offers and wraps of tensor parallelism for this run."""
     group, index = run.group("tp"), run.mesh.index(run.rank, "tp")
     around = boundary(group, sequence_parallel, name_for(group, sequence_parallel, chunks) if overlap else "")

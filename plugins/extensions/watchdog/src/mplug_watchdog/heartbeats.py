@@ -117,7 +117,7 @@ class Beat:
     over: bool = False
     """Whether this is the last heartbeat of a process that has finished its work."""
     ahead: float = 0.0
-    """Seconds by which the clock of the machine is ahead of the one that nobody sets (`clocks`)."""
+    """Seconds by which the clock of the machine is ahead of its monotonic clock (`clocks`)."""
     kernel: str = ""
     """The kernel and the namespace in which `pid` is valid (`kernel`)."""
     silent: Sequence[Mapping[str, Any]] = ()

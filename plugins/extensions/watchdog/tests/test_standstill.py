@@ -92,6 +92,15 @@ def test_a_process_on_the_machine_of_a_dead_one_tells_rank_0_that_it_exists_no_m
     assert text.endswith("last seen in step 4, has died or ended: its machine has no such process any more")
 
 
+def test_a_heartbeat_is_new_when_it_is_read(store: TCPStore) -> None:
+    """Else one that comes a second late has the age of two that are missing, and its rank is named beside another."""
+    ranks = [exchange(rank, timeout=3) for rank in range(2)]
+    ranks[1]._exchange(ranks[1]._connected())
+    ranks[0]._over.set()
+    ranks[0]._exchange_all(ranks[0]._connected())  # a single turn
+    assert ranks[0].listener.last_beats[1].silent == 0.0
+
+
 @pytest.mark.wide("loggers")
 def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch

@@ -237,7 +237,7 @@ def process_of(beat: Beat) -> dict[str, Any]:
 def has_ended(process: Mapping[str, Any]) -> bool:
     """Whether a process (`process_of`) was one of this machine, and does not exist any more."""
     is_here = process["host"] == socket.gethostname() and process["kernel"] == kernel() != ""
-    return is_here and process["born"] != "" and born(process["pid"]) != process["born"]
+    return is_here and bool(process["born"]) and born(process["pid"]) != process["born"]
 
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))

@@ -95,9 +95,10 @@ def test_a_lost_step_is_charged_to_the_last_fault_before_it_and_to_all_later_one
     assert [bool(one.lost) for one in shown.results] == [False, True, True]
     file = tmp_path / "results.jsonl"
     rows = [{"run": 3, "is_on_machines": False, **asdict(one)} for one in (tool.Shown(false=["x"]), shown)]
+    rows[1]["false"] = ["rank 3 died"] * 4
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     results, false = tool.read_results([file])
-    assert (results, false) == (shown.results, 0), "of a run that was repeated, the last results count"
+    assert (results, false) == (shown.results, 1), "the last results of a repeated run, and one sentence of four ranks"
     assert "| kill | 3 | 3 | 0 | 2.0 | 2.0 | 1 |" in tool.table(results, false)
 
 
@@ -105,12 +106,14 @@ def test_a_lost_step_is_charged_to_the_last_fault_before_it_and_to_all_later_one
     ("kind", "rank", "sentence", "is_right"),
     [
         ("kill", 2, "rank 2 on node02, in step 5, died of SIGKILL; the run goes on", True),
+        ("kill", 2, "rank 2 on node02, last seen in step 5, has died or ended: its machine has no such process", True),
         ("kill", 2, "rank 3 on node02, in step 5, died of SIGKILL; the run goes on", False),
         ("kill", 2, "rank 2 on node01, in step 5, died of SIGKILL", False),
         ("stop", 3, "ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats 5 s ago", False),
         ("slow", 1, "step 9: rank 1 on node01 is a straggler: it waits for data for 1 s", False),
         ("weight", 1, "rank 0 on node01 and rank 1 on node01 hold different bits of the master weight 'a'", True),
         ("cut", 0, "ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats 5 s ago", True),
+        ("cut", 0, "rank 0 stopped answering 6 s ago: the process is suspended, or its machine, which serves", True),
         ("cut", 0, "rank 3 on node02, last seen in step 5, stopped sending heartbeats 5 s ago", False),
     ],
 )

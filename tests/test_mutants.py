@@ -19,7 +19,7 @@ SMALL = 2
 """Number of mutants that the quick tests plant, of as many operators."""
 CURRENT = 0.9
 """The part of the records that must name a mutant and a test that exist."""
-RECORDED = 0.55
+RECORDED = 0.5
 """The part of the mutants that must have a record: others were not tried yet, or are of new code."""
 SOURCE = '''
 """A file."""

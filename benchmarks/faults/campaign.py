@@ -11,7 +11,7 @@
 which tests execute which lines and functions of the mutated files; further tests are added to the same map. `run`
 plants each mutant in a copy of the tree and runs the tests that execute the mutated statement, until one fails: first
 those that have killed other mutants of the function and of the file, then the quickest. A test that fails without the
-mutant, too, does not count. Each mutant appends a line of XX
+mutant, too, does not count. Each mutant appends a line of JSON to the file of `--out`.
 `record` and `run` need no environment in the tree: `--python` names an interpreter with torch, pytest and pytest-xdist
 that finds the metadata of mplug and its plugins. Linux only.
 """

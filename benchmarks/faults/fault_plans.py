@@ -39,6 +39,7 @@ class Fault:
         own = rf"\brank {self.rank} on {hosts[self.rank]}\b"
         behind = [one for one, host in zip(named, hosts, strict=True) if host != hosts[0]]
         each_behind = "".join(f"(?=.*{one})" for one in behind)
+        first = rf"rank 0( on {hosts[0]}\b.*)?"  # its machine is unknown before its first heartbeat
         alone = rf"^{own}((?!\branks? \d).)*"
         return {
             "kill": rf"{alone} (died (of SIGKILL|without an error message)|died or is unreachable|has died or ended)",
@@ -47,7 +48,7 @@ class Fault:
             "nan": rf"transient fault of [^:]*{own}",
             "gradient": rf"transient fault of [^:]*{own}",
             "weight": rf"{own}.* (other|different) bits of the (master )?weight '",
-            "cut": rf"^(?!.* on {hosts[0]}\b){each_behind}.*stopped sending|rank 0 on {hosts[0]}\b.* stopped answering",
+            "cut": rf"^(?!.* on {hosts[0]}\b){each_behind}.*stopped sending|^{first} stopped answering",
             "disk": r"No space left on device|disk is full|no space",
             "file": r"step_\d+.*(damaged|does not match|is not what|checksum|differs|not valid|invalid)",
             "clock": rf"the clock of {own} jumped",

@@ -61,7 +61,7 @@ OPTIONS = {
 HEALING = {"extensions.heal.spares": 2, "extensions.heal.fewer": "false", "extensions.heal.every": 3}
 CONSEQUENCES = (
     r"the run continues after step \d+, from the copies in its processes|^continuing from step \d+$"
-    r"|^rank 0 on [^;]* (has ended, and says why; its store at \S+ is closed|has died or ended:)"
+    r"|^rank 0( on [^;]*)? (has ended, and says why; its store at \S+ is closed|has died or ended:)"
 )
 """Sentences that follow the one that names a fault."""
 
@@ -104,7 +104,7 @@ class Shown:
 
     results: list[Result] = field(default_factory=list)
     false: list[str] = field(default_factory=list)
-    """Sentences that name nothing that was injected."""
+    """Sentences that name nothing that was injected, each once for a start of the run."""
     attempts: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     end: str = ""
@@ -303,7 +303,7 @@ class FaultyRun:
             for place, line in enumerate(lines)
             if place not in used and not any(re.search(pattern, line.text) for pattern in patterns)
         ]
-        self.shown.false += others
+        self.shown.false += dict.fromkeys(others)  # every process prints the error that ends them all
         last = next((self.found[number] for number in reversed(struck) if not self.found[number].sentence), None)
         if last is not None and others and last.fault.kind in (*ENDING, "kill", "stop"):
             last.sentence = f"(not named) {others[-1]}"

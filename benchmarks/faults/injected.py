@@ -66,7 +66,7 @@ def read_results(paths: Sequence[Path]) -> tuple[list[Result], int]:
     rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     last = {(row["run"], row["is_on_machines"]): row for row in rows}
     results = [Result(**{**one, "fault": Fault(**one["fault"])}) for row in last.values() for one in row["results"]]
-    return results, sum(len(row["false"]) for row in last.values())
+    return results, sum(len(set(row["false"])) for row in last.values())
 
 
 def run_all(options: argparse.Namespace) -> Iterator[tuple[Plan, Shown]]:

@@ -45,7 +45,7 @@ from mplug_heal.copies import Copying, _newest_complete, restore
 from mplug_heal.keepers import covers, keeper
 from mplug_heal.smaller import refuse_meeting_again
 from mplug_launch.store_connections import end_waits
-from mplug_launch.surviving import Inbox, Left, collect_all, keep_modules
+from mplug_launch.surviving import GiveUp, Inbox, Left, Membership, collect_all, keep_modules
 from mplug_launch.survivors import Crew, launch_survivors
 from mplug_saving.folder import complete, read_manifest, verify
 from mplug_saving.position import Position
@@ -345,6 +345,21 @@ def test_processes_that_have_all_left_their_work_give_up_at_once_and_do_not_hang
     began = time.monotonic()
     assert inbox.take(60.0) is None
     assert time.monotonic() - began < 30
+
+
+def test_a_process_that_was_to_give_up_waits_again_in_the_attempt_after_a_death() -> None:
+    """It has died while the others gave up, so the launcher has sent a membership after all."""
+    sent: SimpleQueue[object] = SimpleQueue()
+    inbox = Inbox(SimpleNamespace(recv=sent.get))  # type: ignore[arg-type]
+    sent.put(GiveUp())
+    assert inbox.take(60.0) is None
+    membership = Membership(attempt=0, rank=1, size=2, port=0, gpu=1)
+    sent.put(membership)
+    while inbox.take(0.01) is not membership:
+        pass
+    began = time.monotonic()
+    assert inbox.take(0.1) is None
+    assert time.monotonic() - began >= 0.1
 
 
 def _stopped_while_it_goes_on(launcher: int, send: Callable[[object], None]) -> None:

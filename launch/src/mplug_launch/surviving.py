@@ -129,7 +129,7 @@ class Inbox:
             if message.attempt:
                 abort_collectives()  # before the main thread makes the groups of the next attempt
             with self._changed:
-                self._newest = message
+                self._newest, self._is_last = message, False  # a process has died while the others gave up
                 self._changed.notify_all()
             self._ends_collectives = False
             while message.attempt and self._end_waits(message.port) and not self._line.poll(0.1):

@@ -29,7 +29,7 @@ from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, refuse
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug_ops.started_rows import arrive, arrive_back, depart, depart_back
 from mplug_ops.token_offers import TokenOffers
-from mplug_ops.waits import listening
+from mplug_ops.waits import listening, waiting
 
 __all__ = [
     "CHECK",
@@ -72,4 +72,5 @@ __all__ = [
     "size_of",
     "split",
     "unpack_bounded",
+    "waiting",
 ]

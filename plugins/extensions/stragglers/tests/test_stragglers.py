@@ -100,12 +100,13 @@ def slow_run(settings: Mapping[str, Any], slow: Slow, directory: str) -> tuple[s
     return (Path(directory) / "logs" / "rank0.log").read_text(), slow.scores
 
 
-@pytest.mark.wide("layouts", quick=["dp4-data-it waits for data for"])
+@pytest.mark.wide("layouts", quick=["dp4-data-it waits for data for", "fsdp4-compute-it computes for"])
 @pytest.mark.parametrize(
     ("layout", "kind", "words"),
     [
         pytest.param("dp4", "compute", "it computes for", marks=pytest.mark.wide("layouts")),
         ("tp2dp2", "compute", "it computes for"),
+        ("fsdp4", "compute", "it computes for"),  # the others wait for it when they gather weights
         ("dp4", "data", "it waits for data for"),
         ("dp2tp2", "host", "it runs Python for"),
     ],
@@ -118,13 +119,34 @@ def test_a_slow_rank_is_named_with_its_kind_of_work(layout: str, kind: str, word
     assert [one for _, one in found] == [measured] * 4
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_later_stage_of_a_pipeline_does_not_run_python_while_it_waits_for_the_first_stage(
+    is_first: bool, tmp_path: Path
+) -> None:
+    layer = torch.nn.Linear(2, 2)
+    units = [SimpleNamespace(name=name, method="forward") for name in ("", "other")]
+    model: Any = SimpleNamespace(
+        own_units=units[:1],
+        plan=SimpleNamespace(units=units if is_first else units[::-1]),
+        module=SimpleNamespace(get_submodule=lambda _: layer),
+    )
+    clock = WorkClock(prepare(tiny_config({}), {}, tmp_path), model)
+    clock.start(3)
+    time.sleep(0.01)
+    layer(torch.ones(2))
+    times = clock.read(3, 0.0)
+    assert times is not None
+    assert (times["host"] >= 0.01) if is_first else (times["host"] == 0)
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_its_events_without_a_wait_of_the_cpu(tmp_path: Path) -> None:
     run = prepare(tiny_config({"trainer.device": "cuda"}), {}, tmp_path)
     run.device = "cuda"
     layer = torch.nn.Linear(2048, 2048, device="cuda")
+    units = [SimpleNamespace(name="", method="forward")]
     model: Any = SimpleNamespace(
-        own_units=[SimpleNamespace(name="", method="forward")], module=SimpleNamespace(get_submodule=lambda _: layer)
+        own_units=units, plan=SimpleNamespace(units=units), module=SimpleNamespace(get_submodule=lambda _: layer)
     )
     clock, x = WorkClock(run, model), torch.randn(8192, 2048, device="cuda")
     layer(x)

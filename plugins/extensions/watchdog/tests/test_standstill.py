@@ -75,6 +75,32 @@ def test_all_ranks_read_the_name_of_the_stopped_rank_from_the_store(
     assert "last seen in step 4, stopped sending heartbeats" in text
 
 
+def test_a_process_on_the_machine_of_a_dead_one_tells_rank_0_that_it_exists_no_more(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is on another machine. The process id of rank 2 is now that of another process."""
+    ranks, here = [exchange(rank, timeout=3) for rank in range(3)], socket.gethostname
+    stores = [rank._connected() for rank in ranks]
+    ranks[2]._latest = replace(ranks[2]._latest, born="1")
+    for turn in (2, 0, 0, 1, 0):
+        monkeypatch.setattr(socket, "gethostname", here if turn else lambda: "node09")
+        ranks[turn]._exchange(stores[turn])
+        for _ in range(60):
+            ranks[0].listener.pass_time(1.0)
+    ranks[0].listener.leave(1)
+    text = ranks[0].listener.silence().text  # type: ignore[union-attr]
+    assert text.endswith("last seen in step 4, has died or ended: its machine has no such process any more")
+
+
+def test_a_heartbeat_is_new_when_it_is_read(store: TCPStore) -> None:
+    """Else one that comes a second late has the age of two that are missing, and its rank is named beside another."""
+    ranks = [exchange(rank, timeout=3) for rank in range(2)]
+    ranks[1]._exchange(ranks[1]._connected())
+    ranks[0]._over.set()
+    ranks[0]._exchange_all(ranks[0]._connected())  # a single turn
+    assert ranks[0].listener.last_beats[1].silent == 0.0
+
+
 @pytest.mark.wide("loggers")
 def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,24 @@ def test_the_run_ends_in_time_with_the_ranks_for_which_the_others_wait(
         assert "no rank is behind the others: ranks 0, 1, 2 and 3" in text
 
 
+@pytest.mark.parametrize(
+    ("others", "clause"), [(299.0, ""), (301.0, "; rank 2 on node02, last seen in step 5, stopped ")]
+)
+def test_a_process_that_exists_no_more_is_not_called_suspended_and_late_ranks_are_not_named_with_it(
+    others: float, clause: str
+) -> None:
+    listener = Listener(range(3))
+    for rank, beat in enumerate((BEAT, BEAT, THERE)):
+        listener.hear(rank, replace(beat, rank=rank))
+    listener.last_beats[1].silent, listener.last_beats[1].has_ended = 301.0, True
+    listener.last_beats[2].silent = others
+    verdict = listener.silence()
+    assert verdict is not None
+    start = "rank 1 on node01, last seen in step 5, has died or ended: its machine has no such process any more"
+    assert verdict.text.startswith(start + clause)
+    assert verdict.ranks == ((1, 2) if clause else (1,))
+
+
 def heartbeats(
     durations: Durations,
     begun: Callable[[], Mapping[str, Mapping[str, int]]] = nothing_begun,

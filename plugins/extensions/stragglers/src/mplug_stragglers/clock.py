@@ -2,10 +2,11 @@
 
 - `compute`: the forward passes of this rank's units, without the collectives in them; on a GPU by events of the device.
 - `communication`: the collectives in these forward passes, with the wait for slower ranks.
-- `host`: the time of the CPU before the first unit, without that of the loader. On a GPU, the time in which the CPU
-  launches the forward passes is added.
+- `host`: the time of the CPU before the first unit, without that of the loader; 0 in later stages of a pipeline, which
+  wait for the first one. On a GPU, the time in which the CPU launches the forward passes is added.
 
-The collectives are those of `mplug_ops`. The passes of backward take about twice the time of these, on every rank.
+The collectives are those inside `mplug_ops.waiting`. The passes of backward take about twice the time of these, on
+every rank.
 """
 
 import time
@@ -40,6 +41,8 @@ class WorkClock:
         self._current: Measurement | None = None
         self._listening: Any = None
         self._is_inside = False
+        self._begins = model.own_units[:1] == model.plan.units[:1]
+        """Whether this rank computes the first unit of the model; others wait for activations before theirs."""
         for unit in model.own_units:
             part = model.module.get_submodule(unit.name)
             setattr(part, unit.method, partial(self._timed, getattr(part, unit.method)))
@@ -67,7 +70,7 @@ class WorkClock:
         if found is self._current:
             self.stop()
         inside, units = (sum(self._seconds(*pair) for pair in pairs) for pairs in (found.waits, found.units))
-        before = 0.0 if found.first_unit is None else found.first_unit - found.began - data_wait
+        before = found.first_unit - found.began - data_wait if self._begins and found.first_unit is not None else 0.0
         host = max(before, 0.0) + (found.launching if self._is_gpu else 0.0)
         return {"compute": max(units - inside, 0.0), "communication": inside, "data": data_wait, "host": host}
 

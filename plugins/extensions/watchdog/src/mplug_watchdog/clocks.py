@@ -49,7 +49,7 @@ class Clocks:
 
 
 def ahead() -> float:
-    """Seconds by which the clock of the machine is ahead of the one that nobody sets: constant except for jumps."""
+    """Seconds by which the clock of the machine is ahead of its monotonic clock: constant except for jumps."""
     for _ in range(3):
         before = time.monotonic()
         found = time.time() - before

@@ -117,7 +117,11 @@ class Beat:
     over: bool = False
     """Whether this is the last heartbeat of a process that has finished its work."""
     ahead: float = 0.0
-    """Seconds by which the clock of the machine is ahead of the one that nobody sets (`clocks`)."""
+    """Seconds by which the clock of the machine is ahead of its monotonic clock (`clocks`)."""
+    kernel: str = ""
+    """The kernel and the namespace in which `pid` is valid (`kernel`)."""
+    silent: Sequence[Mapping[str, Any]] = ()
+    """Of rank 0: the processes (`process_of`) from which no heartbeat arrives; processes beside them look for them."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ class Heartbeats:
             last_collectives=self._last,
             over=over,
             ahead=self.ahead(),
+            kernel=kernel(),
         )
 
     @property
@@ -206,12 +211,33 @@ def named_ranks(ranks: Sequence[int]) -> str:
 def born(pid: int) -> str:
     """The start time of a process in the kernel's clock ticks: /proc/pid/stat, field 22, see proc(5).
 
-    It is empty if the process does not exist, or if the system has no /proc.
+    It is empty if the process does not exist or has died and its parent has not noticed, or if the system has no /proc.
     """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return ""
+
+
+@functools.cache
+def kernel() -> str:
+    """What identifies the running kernel and the namespace of process ids; empty if the system has no /proc."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_of(beat: Beat) -> dict[str, Any]:
+    """What finds the process of a heartbeat on its machine."""
+    return {name: getattr(beat, name) for name in ("rank", "host", "pid", "born", "kernel")}
+
+
+def has_ended(process: Mapping[str, Any]) -> bool:
+    """Whether a process (`process_of`) was one of this machine, and does not exist any more."""
+    is_here = process["host"] == socket.gethostname() and process["kernel"] == kernel() != ""
+    return is_here and bool(process["born"]) and born(process["pid"]) != process["born"]
 
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))

@@ -23,6 +23,8 @@ class LastBeat:
 
     beat: Beat | None = None
     silent: float = 0.0
+    has_ended: bool = False
+    """Whether the machine of the rank reports that the process does not exist any more."""
 
 
 @dataclass(frozen=True)
@@ -94,27 +96,24 @@ class Listener:
         timeout, first = max(beat.timeout for beat in beats), max(beat.first for beat in beats)
         never = [rank for rank, last in self.last_beats.items() if last.beat is None and last.silent > first]
         silent = {rank: last.silent for rank, last in self.last_beats.items() if last.beat is not None or rank in never}
-        longest = max(silent.values())
-        if longest <= timeout:
+        if max(silent.values()) <= timeout:
             return None
+        ended = [beat for beat in beats if self.last_beats[beat.rank].has_ended]
+        others = {rank: seconds for rank, seconds in silent.items() if not self.last_beats[rank].has_ended}
+        longest = max(others.values(), default=0.0)
         # A broken link silences all ranks behind it within one or two ticks, so the error names them together.
-        same_cause = max(timeout - 3 * TICK, timeout / 2)
-        ranks = tuple(rank for rank, seconds in silent.items() if seconds > same_cause)
+        same_cause = max(timeout - 3 * TICK, timeout / 2) if longest > timeout else longest
+        ranks = [rank for rank, seconds in others.items() if seconds > same_cause]
         of_ranks = [beat for beat in beats if beat.rank in ranks]
+        never = [rank for rank in never if rank in ranks]
         groups = [
             *_groups(of_ranks, "last seen "),
             *([f"{named_ranks(never)}, before the first heartbeat,"] if never else []),
         ]
-        state = (
-            "the process is suspended, it hangs in native code, or its machine is down or unreachable"
-            if len(ranks) == 1
-            else "the processes are suspended, they hang in native code, or their machine is down or unreachable"
-        )
-        text = (
-            f"{_listed(groups)} stopped sending heartbeats {longest:.0f} s ago: {state} "
-            f"(extensions.watchdog.timeout={timeout:g} s)"
-        )
-        return Verdict(text, ranks, tuple(of_ranks))
+        clauses = [_death(ended)] if ended else []
+        if groups:
+            clauses.append(f"{_silence(groups, len(ranks), longest)} (extensions.watchdog.timeout={timeout:g} s)")
+        return Verdict("; ".join(clauses), (*(beat.rank for beat in ended), *ranks), (*ended, *of_ranks))
 
     def _no_progress(self) -> Verdict | None:
         """The error for ranks whose main threads make no progress although all heartbeats arrive, or None."""
@@ -158,6 +157,22 @@ def waited_for(beats: Sequence[Beat]) -> list[Beat]:
         [beat for beat in behind if not beat.waits],
     )
     return next((beats for beats in candidates if beats), behind)
+
+
+def _death(ended: Sequence[Beat]) -> str:
+    """The clause for ranks whose processes do not exist any more."""
+    has, its = ("has", "its machine") if len(ended) == 1 else ("have", "their machine")
+    return f"{_listed(_groups(ended, 'last seen '))} {has} died or ended: {its} has no such process any more"
+
+
+def _silence(groups: Sequence[str], num_ranks: int, seconds: float) -> str:
+    """The clause for ranks from which no heartbeat arrives; whether their processes exist is unknown."""
+    state = (
+        "the process is suspended, it hangs in native code, or its machine is down or unreachable"
+        if num_ranks == 1
+        else "the processes are suspended, they hang in native code, or their machine is down or unreachable"
+    )
+    return f"{_listed(groups)} stopped sending heartbeats {seconds:.0f} s ago: {state}"
 
 
 def _groups(beats: Sequence[Beat], when: str = "", places: bool = False) -> list[str]:

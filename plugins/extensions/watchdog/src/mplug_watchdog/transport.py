@@ -15,16 +15,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 from mplug import RunError, Send, UsageError
 from mplug_launch import Hang, PluginMessage
 from mplug_watchdog.clocks import Clocks
-from mplug_watchdog.heartbeats import TICK, Beat, Heartbeats, born
+from mplug_watchdog.heartbeats import TICK, Beat, Heartbeats, born, has_ended, process_of
 from mplug_watchdog.listener import LATE, LastBeat, Listener, Verdict
 
 log = logging.getLogger("mplug")
@@ -235,11 +235,10 @@ class Exchange:
     def _exchange_all(self, store: Any) -> None:
         last = time.monotonic()
         while True:
-            over = self._over.is_set()
+            over, now = self._over.is_set(), time.monotonic()
+            self.listener.pass_time(now - last)  # first, because the heartbeats that it now hears are new
             self._exchange(store)
-            now = time.monotonic()
             self._unanswered = self._suspended = 0.0
-            self.listener.pass_time(now - last)
             if self.heartbeats.rank == 0:
                 say_each(self.clocks.sentences(now - last))
             last = now
@@ -257,13 +256,24 @@ class Exchange:
         return PrefixStore(self.prefix, store)
 
     def _exchange(self, store: Any) -> None:
-        store.set(f"beat/{self.heartbeats.rank}", json.dumps(asdict(self._latest)))
+        silent = [process_of(beat) for beat in self._silent()]
+        store.set(f"beat/{self.heartbeats.rank}", json.dumps(asdict(replace(self._latest, silent=silent))))
         self.clocks.hear(self._latest)
         for rank, beat in self._read(store, self.listener.last_beats).items():
             self.listener.hear(rank, beat)
             self.clocks.hear(beat)
             if rank == 0:
                 self.first = beat
+                for process in filter(has_ended, beat.silent):
+                    store.set(_ended_key(process), "1")
+        for beat in self._silent():
+            process = process_of(beat)
+            self.listener.last_beats[beat.rank].has_ended = has_ended(process) or store.check([_ended_key(process)])
+
+    def _silent(self) -> list[Beat]:
+        """On rank 0: the last heartbeats of ranks whose next one is late. Processes on their machine look for them."""
+        last_beats = self.listener.last_beats.values() if self.heartbeats.rank == 0 else ()
+        return [last.beat for last in last_beats if last.beat is not None and last.silent > 1.5 * self.interval]
 
     def _read(self, store: Any, ranks: Collection[int]) -> dict[int, Beat]:
         """The last heartbeats of `ranks`, without those of ranks that have sent none yet."""
@@ -306,6 +316,11 @@ class Exchange:
             writing.start()
             writing.join(LOG_SECONDS)
             os._exit(1)
+
+
+def _ended_key(process: Mapping[str, Any]) -> str:
+    """Where the store holds that a process does not exist any more."""
+    return f"ended/{process['rank']}/{process['pid']}"
 
 
 def refuses(address: str) -> bool:

@@ -150,10 +150,11 @@ class Schedule:
 
         @wraps(inner)
         def call(*arguments: Any, **named: Any) -> Any:
-            unit.gather()
-            unit.wait()
-            for following in self.units[number + 1 : number + 1 + self.ahead]:
-                following.gather()
+            with ops.waiting():
+                unit.gather()
+                unit.wait()
+                for following in self.units[number + 1 : number + 1 + self.ahead]:
+                    following.gather()
             given = self._watched(number, [*arguments, *named.values()])
             outputs = inner(*given[: len(arguments)], **dict(zip(named, given[len(arguments) :], strict=True)))
             learning = [one for one in _as_tuple(outputs) if isinstance(one, Tensor) and one.requires_grad]

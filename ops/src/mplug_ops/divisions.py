@@ -17,7 +17,11 @@ _DIVISIONS: list[Division] = []
 
 
 def number_of(division: Division) -> int:
-    """The number of a division in this process: an operator receives it instead of the function."""
+    """The number of a division in this process: an operator receives it instead of the function.
+
+    The process keeps the function, so it must not hold a run: the run's process groups would stay, and with them the
+    connections to ranks that have left a run after a death.
+    """
     _DIVISIONS.append(division)
     return len(_DIVISIONS) - 1
 

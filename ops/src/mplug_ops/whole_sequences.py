@@ -31,10 +31,10 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
     if not model.plan.buffers or not axes:
         return []
     group, own = run.group(*axes), run.mesh.number(run.rank, axes)
-    ranks = list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes the ranks of a group
+    mesh, ranks = run.mesh, list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes these ranks
 
     def parts_at(length: int, documents: tuple[int, ...] = ()) -> list[list[range]]:
-        return [parts_of(run.mesh, rank, length, documents=documents) for rank in ranks]
+        return [parts_of(mesh, rank, length, documents=documents) for rank in ranks]
 
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
@@ -66,11 +66,11 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
     if not model.plan.buffers or not axes:
         return []
     group = run.group(*axes)
-    ranks = list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes the ranks of a group
+    mesh, ranks = run.mesh, list(run.mesh.group(run.rank, *axes))  # a compiler cannot trace what computes these ranks
     own = ranks.index(run.rank)
 
     def parts_at(length: int, documents: tuple[int, ...] = ()) -> list[list[range]]:
-        return [parts_of(run.mesh, rank, length, by_entries=True, documents=documents) for rank in ranks]
+        return [parts_of(mesh, rank, length, by_entries=True, documents=documents) for rank in ranks]
 
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh

@@ -1,13 +1,15 @@
 """Completions that the model samples between steps, under layouts: they are those of one process."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from layout_words import COMPILING
 from rollout_runs import EXACT, GIVEN, TINY
 
-from mplug import UsageError
+from mplug import Axis, UsageError, contiguous
 from mplug.model.build import build_model
+from mplug_sampling import TrainedSampler
 from mplug_testing.harness import difference, tiny_run, tolerance_of, train_ranks
 from mplug_testing.parity import require_parity, trained_once
 
@@ -212,6 +214,12 @@ def test_strategies_that_do_not_say_what_they_offer_for_whole_samples_are_refuse
     monkeypatch.setattr("mplug_sampling.sampler.OWN", "build_stepper")
     with pytest.raises(UsageError, match=reason):
         build_model(tiny_run({**TINY, "parallel.layout": layout}))
+
+
+def test_ranks_with_parts_of_weights_complete_no_prompts_of_their_own() -> None:
+    axis = Axis("ringo", 2, entries={"sequence": contiguous}, distance=10)
+    sampler = TrainedSampler()
+    assert [sampler._may_undivide(one) for one in (axis, replace(axis, splits=("heads",)))] == [True, False]
 
 
 @pytest.mark.wide("layouts")

@@ -9,7 +9,7 @@ that of the whole sample in tokens, with the answer: bytes, and the marks of the
 the part of the text before it.
 
 `measure` draws other texts and keys than `write`. An answer is right if each of its digits, and the mark at its end, is
-the most probable token behind the true ones before it: then the model writes it itself, if it always chooses that token.
+the most probable token behind the true ones before it: then the model writes it itself, if it always takes that token.
 """
 
 import argparse

@@ -8,8 +8,8 @@ digits; its answer is the key (the task "passkey retrieval" of arXiv 2305.16300,
 that of the whole sample in tokens, with the answer: bytes, and the marks of the chat template. The depth of a key is
 the part of the text before it.
 
-`measure` draws other texts and keys than `write`. An answer is right if each of its digits is the most probable token
-behind the true ones before it: then the model writes it itself, if it always chooses the most probable token.
+`measure` draws other texts and keys than `write`. An answer is right if each of its digits, and the mark at its end, is
+the most probable token behind the true ones before it: then the model writes it itself, if it always takes that token.
 """
 
 import argparse
@@ -130,6 +130,8 @@ def share_of_right(run: Any, model: Any, samples: int) -> float:
         with torch.no_grad():
             best = run_units(model.module, model.plan.inference, given)["logits"].argmax(dim=-1)
         targets = batch["labels"] != IGNORED
+        if int(targets.sum(dim=-1).min()) < DIGITS:
+            raise SystemExit("a sample has no whole answer: the run's tokenizer or template makes the texts longer")
         right += int(((best == batch["labels"]) | ~targets).all(dim=-1).sum())
     return right / samples
 

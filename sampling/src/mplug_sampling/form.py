@@ -54,9 +54,17 @@ def selected_undivided(run: Run, model: Model, selection: Selection, dividing: C
     `dividing` are the labels of the strategies that divide positions in training.
     """
     offers: list[Offer | Wrap] = [one for one in selection.offers if one.plugin not in dividing]
+    if dividing:
+        offers = [one for one in offers if not _joins_positions(one, model)]
     for label, own in run.hooks.each(OWN, run=run, model=model):
         offers += [replace(one, plugin=label) for one in own if label in dividing]
     return select_offers(model, run, offers)
+
+
+def _joins_positions(offer: Offer | Wrap, model: Model) -> bool:
+    """Whether an offer makes whole sequences of the positions of ranks: a call of sampling has them."""
+    slots = () if isinstance(offer, Wrap) else (model.declared.get(name) for name in offer.suppliers)
+    return any(slot is not None and (slot.joins_sequences or slot.gathers_positions) for slot in slots)
 
 
 def form_of_slots(selection: Selection, sampling: Selection) -> Form:

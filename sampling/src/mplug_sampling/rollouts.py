@@ -50,7 +50,7 @@ class TrainedSampler(Sampler):
         return self.form.applied()
 
     def _may_undivide(self, axis: Axis) -> bool:
-        return axis.divides("sequence")
+        return axis.divides("sequence") and not (axis.entries and axis.splits)  # with parts of weights, no own prompts
 
     def _refuse_divided(self, run: Run) -> None:
         """Raise UsageError if ranks divide a sample in another way than by its positions, or when they sample too."""

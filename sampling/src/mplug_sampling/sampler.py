@@ -112,7 +112,7 @@ class Sampler:
         self._refuse_parts(run, model)
         if owners := {*self.undivided_axes(run).values()}:
             own = selected_undivided(run, model, selection, owners)
-            selection.filled, selection.unmet = own.filled, own.unmet
+            selection.filled, selection.units, selection.unmet = own.filled, own.units, own.unmet
         if not self.uncached:
             self._use_plain_attention(run, selection)
             self._use_static_attention(run, model, selection)

@@ -12,6 +12,7 @@ from mplug_evaluate.work import Found, Job, measured, prepared, refuse_texts
 from mplug import UsageError
 from mplug.model.pieces import write_weights
 from mplug.training.assembly import build
+from mplug_nn import set_objective
 from mplug_testing.harness import as_rank, in_fp64, overrides_of, tiny_config, tiny_run, tiny_settings
 from mplug_testing.workers import run_workers
 
@@ -82,3 +83,11 @@ def test_texts_and_shares_of_tokens_are_refused() -> None:
         refuse_texts(tiny_config(PAIRS), Path("a.txt"))
     with pytest.raises(UsageError, match="--accuracy counts tokens, and the model computes scores of classes"):
         prepared(job_of("classify", accuracy=True))
+
+
+def test_scores_that_only_a_model_that_trains_computes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a plugin that uses `set_objective`: the model's own loss would be printed as that of the scores."""
+    monkeypatch.setattr("mplug_nn.replace_end", set_objective)
+    job = job_of("classify")
+    with pytest.raises(UsageError, match="objectives/classify computes scores of classes in training alone"):
+        measured(as_rank(prepared(job)), job)

@@ -71,6 +71,7 @@ LAYOUTS: list[Any] = [
             ("zero2", "qwen", {}),
             ("tp4", "llama", {}),
             *(("tp2", name, {}) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
+            ("tp2", "mixtral", {"model.capacity_factor": 1.0, "model.capacity_dropping": "position"}),
         )
     ),
 ]

@@ -65,8 +65,13 @@ def require_same(one: Path, other: Path, *, bits: bool) -> None:
 @pytest.mark.parametrize(
     ("world", "layouts"), [(2, ("dp2", "tp2")), (2, ("fsdp2", "pp2", "zero2")), (4, tuple(LARGER))]
 )
-def test_the_file_does_not_depend_on_the_layout(world: int, layouts: tuple[str, ...], tmp_path: Path) -> None:
-    """11 samples are no multiple of the samples of two ranks, and 67 tokens an odd number to divide."""
+def test_the_file_does_not_depend_on_the_layout(
+    world: int, layouts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """11 samples are no multiple of the samples of two ranks, and 67 tokens an odd number to divide.
+
+    The first file continues what one process has left: one micro batch, half of a round of two ranks.
+    """
     one = tmp_path / "one"
     write([job_of(one)])
     jobs = []
@@ -74,6 +79,7 @@ def test_the_file_does_not_depend_on_the_layout(world: int, layouts: tuple[str, 
         word, *settings = layout.split()
         changes = dict(setting.split("=") for setting in settings)
         jobs.append(job_of(tmp_path / f"file{number}", word, **changes))
+    interrupt(job_of(jobs[0].output), monkeypatch)
     run_workers(world, write, jobs)
     for layout, job in zip(layouts, jobs, strict=True):
         require_same(one, job.output, bits=(LAYOUTS | LARGER)[layout])
@@ -130,7 +136,7 @@ class Killed(BaseException):
 def test_an_interrupted_command_continues_to_the_same_bits(
     saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a kill, with arrays beyond the samples that are saved; then under the layout of more samples at a time."""
+    """After a kill, with arrays beyond the samples that are saved."""
     write([job_of(tmp_path / "whole")])
     job, left = job_of(tmp_path / "file"), tmp_path / "left"
     passes = Rounds._own

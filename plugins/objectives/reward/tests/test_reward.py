@@ -252,7 +252,7 @@ def test_adapters_and_scores_are_those_of_peft(kind: str, tmp_path: Path) -> Non
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     from peft_models import write_adapters
 
-    classes = {"data.name": "mock", "objectives.classify.labels": ["a", "b", "c"]}
+    classes = {"data.name": "mock", "data.vocab_size": 3, "objectives.classify.labels": ["a", "b", "c"]}
     objective = classes if kind == "classes" else PAIRS
     settings = {**objective, **UNTIED, **LORA, "adapters.lora.dora": kind == "dora", "kernels.default": None}
     plain = tiny_run(in_fp64({**UNTIED, "kernels.default": None}))

@@ -143,6 +143,7 @@ def measured(run: "Run", job: Job) -> Found:
 
     model = job.weights.load(run, allocate_forward)
     _refuse_missing_streams(run, model)
+    has_scores = _computes_scores(run, model)
     if job.documents is not None:
         _refuse_later_tokens(run, model)
     stepper, length = forward_stepper(run, model), run.config.trainer.seq_length
@@ -162,7 +163,7 @@ def measured(run: "Run", job: Job) -> Found:
         length,
         stride,
         objective_of(run.config),
-        bool(scores_of(run.config)[1]),
+        has_scores,
     )
 
 
@@ -170,6 +171,18 @@ def scores_of(config: "RunConfig") -> tuple[str, str]:
     """(the label of the objective, what it computes) if a model computes scores, not logits; else empty texts."""
     found = ((one.label, getattr(one.plugin, "computes", "")) for one in config.chosen)
     return next((one for one in found if one[1]), ("", ""))
+
+
+def _computes_scores(run: "Run", model: "Model") -> bool:
+    """Whether the model ends in the loss of scores. UsageError if an objective puts it into models that train alone."""
+    label, computes = scores_of(run.config)
+    unit = next(unit for unit in model.plan.units if "loss" in unit.outputs)
+    if computes and not any(name.startswith(f"{unit.name}.loss.") for name in model.plan.parameters):
+        raise UsageError(
+            f"{label} computes {computes} in training alone, so there is no loss of them to measure; the plugin can "
+            f"serve evaluations by mplug_nn.replace_end"
+        )
+    return bool(computes)
 
 
 def objective_of(config: "RunConfig") -> str | None:

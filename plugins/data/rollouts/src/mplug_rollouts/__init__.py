@@ -5,6 +5,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from mplug import ADVANTAGES, DOCUMENTS, SAMPLED, SEQUENCES, Loader, UsageError, hookimpl
+from mplug_rollouts.checks import (
+    refuse_gather,
+    refuse_graphs,
+    refuse_settings,
+    refuse_steps_within_prompts,
+    scores_by_trainer,
+)
 from mplug_rollouts.config import RolloutsConfig
 from mplug_tokenization import ChatLoader, Tokenizer
 
@@ -46,31 +53,9 @@ class Rollouts(ChatLoader):
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse samples without room for a completion."""
-        own, trainer = self.config, config.trainer
-        if own.per_sample * (own.max_tokens + 1) > trainer.seq_length:
-            raise UsageError(
-                f"data.per_sample={own.per_sample} completions of data.max_tokens={own.max_tokens} tokens after a "
-                f"prompt do not fit into trainer.seq_length={trainer.seq_length}; set trainer.seq_length to the tokens "
-                f"of the longest prompt and completion, times data.per_sample"
-            )
-        longest = trainer.seq_length // own.per_sample + 1
-        if own.cache_tokens is not None and own.cache_tokens < longest:
-            raise UsageError(
-                f"data.cache_tokens={own.cache_tokens} has no room for one prompt with its completion; set it to "
-                f"{longest} or more (trainer.seq_length / data.per_sample + 1)"
-            )
-        if own.scores == "trainer" and not self._serves_whole_steps(config):
-            raise UsageError(
-                "data.scores=trainer scores a rollout in the micro batches of its steps, and a rollout of this run "
-                "does not serve whole steps of one size (data.prompts_per_rollout, data.repeats, "
-                "schedule.batch_rampup); change one of them, or set data.scores=sampler"
-            )
-        if own.completions != "given" and config.parallel.read_once:
-            raise UsageError(
-                f"parallel.read_once=true lets one rank read for several, and all of them take part when completions "
-                f"are {own.completions}; set parallel.read_once=false"
-            )
+        """Refuse samples without room for a completion, and settings that the run cannot have."""
+        own = self.config
+        refuse_settings(own, config)
         if own.completions == "served" and own.server.weights == "checkpoints":
             from mplug_rollouts.served import refuse_unpublished
 
@@ -118,7 +103,7 @@ class Rollouts(ChatLoader):
             self._sampler = TrainedSampler(graphs=self.config.graphs)
             self._sampler.gathers = self.config.gather
             self._sampler.adapt_model(run, model)
-            if self._rescores(run):
+            if scores_by_trainer(self.config, run):
                 from mplug_nn import return_log_probabilities
 
                 return_log_probabilities(model, "data/rollouts")
@@ -127,14 +112,16 @@ class Rollouts(ChatLoader):
     def offers_selected(self, run: "Run", model: "Model", selection: "Selection") -> None:
         """Refuse kernels and layouts with which the model cannot sample, and steps that end within a prompt."""
         if run.trains and self.config.completions != "given":
-            self._check_steps(run.config)
+            refuse_steps_within_prompts(self.config, run.config)
         if run.trains and self._sampler is not None:
-            self._refuse_gather(run, model)
+            from mplug_sampling import stores_parts
+
+            refuse_gather(self.config, run, stores_parts=stores_parts(model))
             self._sampler.select(run, model, selection)
             if self.config.graphs:
                 from mplug_sampling.fast_steps import layout_obstacles
 
-                self._refuse_graphs(layout_obstacles(run, self._sampler))
+                refuse_graphs(layout_obstacles(run, self._sampler))
 
     @hookimpl
     def training_built(self, model: "Model") -> None:
@@ -176,7 +163,7 @@ class Rollouts(ChatLoader):
         if split == "validation":
             return HeldOutLoader(source.held_out, num_prompts=len(prompts), **common)
         self._source = source
-        rescores = own.completions == "sampled" and self._rescores(run)
+        rescores = own.completions == "sampled" and scores_by_trainer(self.config, run)
         rescoring = partial(self._made_rescoring, run) if rescores else None
         self._loader = RolloutLoader(source, masks_truncated=masks, rescoring=rescoring, **common)
         return self._loader
@@ -227,31 +214,6 @@ class Rollouts(ChatLoader):
             self._functions = self._new_functions()
         return self._functions
 
-    def _rescores(self, run: "Run") -> bool:
-        """Whether completions get the log-probabilities of the trainer's forward pass.
-
-        Raises UsageError if they shall, and a step would compute others: inductor makes other kernels of a pass that
-        keeps nothing for backward.
-        """
-        asked, is_equal = self.config.scores, run.compiler != "inductor"
-        if asked == "trainer" and not is_equal:
-            raise UsageError(
-                "data.scores=trainer: inductor compiles passes with and without gradients to different kernels, whose "
-                "log-probabilities differ; set trainer.compile=never, or data.scores=sampler"
-            )
-        wants = asked == "auto" and run.config.trainer.deterministic and self._serves_whole_steps(run.config)
-        return is_equal and (wants or asked == "trainer")
-
-    def _serves_whole_steps(self, config: "RunConfig") -> bool:
-        """Whether each rollout has the completions of one or several steps of one size."""
-        own, trainer = self.config, config.trainer
-        if own.prompts_per_rollout is None:  # those of a step, as `_check_steps` requires
-            return True
-        of_rollout = own.prompts_per_rollout * own.num_generations * own.repeats
-        return config.schedule.batch_rampup.start is None and not (
-            of_rollout % (trainer.global_batch_size * own.per_sample)
-        )
-
     def _made_rescoring(self, run: "Run") -> "Rescoring":
         """What scores completions with the model, which has its memory. Collective."""
         from mplug_rollouts.rescoring import Rescoring
@@ -263,32 +225,6 @@ class Rollouts(ChatLoader):
             scores = TrainerScores(run, self._model, self._loader)
             self._rescoring = Rescoring(run, scores.of, self.config.per_sample)
         return self._rescoring
-
-    def _refuse_gather(self, run: "Run", model: "Model") -> None:
-        """Refuse `gather` if there is nothing to gather."""
-        from mplug_sampling import stores_parts
-
-        if self.config.gather == "units" and not stores_parts(model):
-            raise UsageError(
-                f"data.gather=units gathers the weights that ranks store in parts, and every rank of the layout "
-                f"'{run.config.parallel.layout}' has whole weights; remove it, or use a layout with fsdp"
-            )
-
-    def _check_steps(self, config: "RunConfig") -> None:
-        """Refuse steps that end within the completions of a prompt."""
-        own, trainer, rampup = self.config, config.trainer, config.schedule.batch_rampup
-        sizes = [trainer.global_batch_size]
-        if rampup.start is not None:
-            sizes += range(rampup.start, trainer.global_batch_size, rampup.increment)
-        of_prompt = own.num_generations * own.repeats
-        of_step = next((size * own.per_sample for size in sizes if size * own.per_sample % of_prompt), 0)
-        if own.prompts_per_rollout is None and of_step:
-            raise UsageError(
-                f"a step takes {of_step} completions (trainer.global_batch_size, or a batch of schedule.batch_rampup, "
-                f"times data.per_sample), which is no multiple of data.num_generations={own.num_generations}"
-                f"{f' times data.repeats={own.repeats}' if own.repeats > 1 else ''}; change one of them, or set "
-                f"data.prompts_per_rollout"
-            )
 
     def _new_functions(self) -> "Functions":
         from mplug_rollouts.rewards import Functions
@@ -387,7 +323,7 @@ class Rollouts(ChatLoader):
             is_compiled = self.config.graphs and not run.config.trainer.deterministic
             compiled = compiled_step(run, self._sampler)[0] if is_compiled else AS_THEY_ARE
             replays, reasons = replays_for(run, self._sampler, compiled)
-            self._refuse_graphs(reasons)
+            refuse_graphs(reasons)
             context = run.config.trainer.seq_length // self.config.per_sample + 1
             own = self.config
             ranks = Together(run, self._sampler, own.gather)
@@ -396,11 +332,6 @@ class Rollouts(ChatLoader):
                 gib = self._lanes.allocate() / 2**30
             log.info("caches of %d lanes of %d tokens: %.3g GiB on each rank", own.lanes, context, gib)
         return self._lanes
-
-    @staticmethod
-    def _refuse_graphs(reasons: "Sequence[str]") -> None:
-        if reasons:
-            raise UsageError(f"data.graphs=true: {'; '.join(reasons)}; set data.graphs=false")
 
     def _ends(self, prompts: "Sequence[Encoded]") -> frozenset[int]:
         from mplug_rollouts.encoding import ends_of

@@ -83,7 +83,7 @@ class ServedSampler:
         if self.exports is None or self.step >= self.exports.newest:
             return
         last, beginning = self.exports.newest, f"the server has the weights of step {self.step}"
-        self._say(f"waiting for the export of step {last}, whose weights the server loads; Ctrl-C leaves it out")
+        self._say(f"waiting for the export of step {last}, whose weights the server loads; Ctrl-C ends the wait")
         try:
             while self.step < last and not self.run.stop_requested:
                 self._hand_over()

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import FORMATS, write_whole
+from mplug import FORMATS, UsageError, write_whole
 from mplug_huggingface_format.adapter_folder import WEIGHTS
 from mplug_huggingface_format.config_file import ADAPTERS, CONFIG
 from mplug_huggingface_format.folder import INDEX, WHOLE
@@ -108,8 +108,8 @@ class FolderExport(Export):
 def whole_model(run: "Run", model: "Model", options: "ExportOptions") -> FolderExport:
     """The export of the whole model, with its adapters merged into the weights."""
     original = published_in(options.kept) if options.kept is not None else None
+    config = _config_json(run, original)  # first: it refuses by the names of settings, not of weights
     made = conversion(model).written()
-    config = _config_json(run, original)
     if made.names.scores is not None:
         config = scoring(config, made.names.scores.labels)
     weights = options.dtype or _dtype_of(config) or str(run.precision.weights)
@@ -136,7 +136,13 @@ def _config_json(run: "Run", original: Published | None) -> dict[str, Any]:
     A run may have other rotary positions than the original; their fields are then the run's.
     """
     if original is None:
-        return config_of(run.config)
+        try:
+            return config_of(run.config)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; 'mplug generate', 'evaluate' and 'teach' read the checkpoints of the run as they are; for a "
+                f"folder, train a model with settings that the config.json of its family has"
+            ) from None
     path, fields = original.files / CONFIG, {**original.config}
     fields.pop("quantization_config", None)
     return fields if describes(run.config, path) else extended_config(run.config, fields, path)

@@ -35,11 +35,18 @@ class Classification:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse data whose labels are at the first token of a text, which sees nothing else in a decoder."""
-        if getattr(config.data, "label_at", "last") != "last":
+        """Refuse labels that are tokens, or at the first token of a text, which sees nothing else in a decoder."""
+        at, tokens = getattr(config.data, "label_at", None), getattr(config.data, "vocab_size", None)
+        tokens = tokens or getattr(config.model, "vocab_size", None)
+        if at is None and (tokens is None or tokens > len(self.config.labels)):
             raise UsageError(
-                "objectives.classify reads a text up to its last token, and data.label_at=first has the label at the "
-                "first one; set data.label_at=last"
+                "objectives.classify needs a class for each text, and this data plugin does not state that its labels "
+                "are classes (by a field data.label_at): they may be tokens; use --data labelled"
+            )
+        if at not in (None, "last"):
+            raise UsageError(
+                f"objectives.classify reads a text up to its last token, and data.label_at={at} has the label at the "
+                f"{at} one; set data.label_at=last"
             )
 
     @hookimpl

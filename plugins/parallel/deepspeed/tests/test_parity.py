@@ -186,7 +186,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.wide("layouts")
+@pytest.mark.wide("layouts", quick=["deepspeed2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_offloaded_alone_and_beside_other_strategies_a_run_gives_20_steps_of_one_process(
     alone: Any, layout: str

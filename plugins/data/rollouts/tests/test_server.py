@@ -166,7 +166,7 @@ def test_an_export_that_does_not_end_is_killed_and_leaves_nothing(
 
 
 class Loads:
-    """A server that keeps the folders that it is told to load."""
+    """A server that records the folders of its requests to load weights."""
 
     def __init__(self, fails: bool = False) -> None:
         self.folders, self.fails = list[str](), fails

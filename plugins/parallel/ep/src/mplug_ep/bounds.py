@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from mplug import Model, Run
 from mplug_ep.mailbox import MAILBOXES
 from mplug_ep.places import Places, meet
 from mplug_nn import count
+
+W = TypeVar("W")
 
 
 class Bounds:
@@ -74,3 +77,8 @@ class Bounds:
             return not self.exact
 
         return was_exact
+
+
+def choosing(exact: W, bounded: W | None, bounds: Bounds | None) -> Callable[[], W]:
+    """A function that returns how rows travel in the passes that run now: `exact`, unless `bounds` apply."""
+    return lambda: bounded if bounded is not None and bounds is not None and bounds.apply else exact

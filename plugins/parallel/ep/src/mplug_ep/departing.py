@@ -28,7 +28,7 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug import Model
-from mplug_ep.bounds import Bounds
+from mplug_ep.bounds import Bounds, choosing
 from mplug_ep.by_token import Arrive, Combine, Dispatch, Dispatched, Route, Wraps, without
 from mplug_ep.places import Places
 from mplug_ep.pushed_rows import arrive_back_pushed, arrive_pushed, depart_back_pushed, depart_pushed
@@ -104,9 +104,7 @@ def departing(exact: DepartingWay, bounded: DepartingWay | None, bounds: Bounds 
     The way is `exact` unless `bounds` apply. Behind the route of the supplier inside are the meeting, a tensor without
     elements [N k, 0], which states the number of this rank's rows, and while rows travel the rows that arrive.
     """
-
-    def way() -> DepartingWay:
-        return bounded if bounds is not None and bounded is not None and bounds.apply else exact
+    way = choosing(exact, bounded, bounds)
 
     def parted(route: Sequence[Tensor]) -> tuple[Route, Any, int]:
         """The route of the supplier inside, the meeting, and the number of this rank's rows."""

@@ -120,8 +120,8 @@ class _Leaving(torch.autograd.Function):
 class _Awaited(torch.autograd.Function):
     """The gradient of `leaving` is a ticket; `_Leaving`, which alone reads it, awaits the rows that it stands for."""
 
-    # `rank` and `place` are those of the gradients. With `zeros`, rows that no rank writes are 0: those of which the
-    # gradient goes nowhere. torch 2.11 compiles no call with the same tensor twice.
+    # `rank` and `place` say where the gradients go. With `zeros`, rows that no rank writes are 0; their gradients go
+    # nowhere. torch 2.11 compiles no call with the same tensor twice.
     @staticmethod
     def forward(ctx: Any, leaving: Tensor, ticket: Tensor, rank: Tensor, place: Tensor, zeros: bool, group: str):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(rank, place)

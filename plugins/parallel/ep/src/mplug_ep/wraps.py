@@ -37,7 +37,7 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug import Model, Run, Site, Wrap
-from mplug_ep.bounds import Bounds
+from mplug_ep.bounds import Bounds, choosing
 from mplug_ep.by_token import (
     Arrive,
     Combine,
@@ -233,9 +233,7 @@ def _travelling(group: ops.Group, bounds: Bounds | None, how: str = "") -> Wraps
     exact, bounded = _exactly(group), None
     if bounds is not None:
         bounded = _pushed(group, bounds) if how == SYMMETRIC else _in_buffers(group, bounds)
-
-    def way() -> Way:
-        return bounded if bounds is not None and bounded is not None and bounds.apply else exact
+    way = choosing(exact, bounded, bounds)
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(
